@@ -1,0 +1,244 @@
+#include "gemm.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <stdexcept>
+#include <vector>
+
+#include "../check.h"
+#include "../ladder.h"
+#include "../nvfp4.h"
+
+namespace nvfp4::cuda {
+namespace {
+
+using cublaslt::Operands;
+using cublaslt::Problem;
+
+constexpr int kMaxAttempts = 16;  // refused launches before giving up on one call
+
+int64_t bytes(DType type) { return type == DType::kFloat32 ? 4 : 2; }
+
+template <typename T>
+T* offset(T* pointer, int64_t elements, DType type) {
+  using Byte = std::conditional_t<std::is_const_v<T>, const char, char>;
+  return pointer ? reinterpret_cast<Byte*>(pointer) + elements * bytes(type) : nullptr;
+}
+
+GemmRequest request_of(const GemmParams& p) {
+  const Device device = current_device();
+  GemmRequest r;
+  r.m = p.m;
+  r.n = p.n;
+  r.k = p.k;
+  r.dense_a = p.a_scale == nullptr;
+  r.a_type = p.a_type;
+  r.a_row_stride = p.a_row_stride;
+  r.out_type = p.out_type;
+  if (p.bias) r.bias_type = p.bias_type;
+  r.alpha_on_device = p.alpha.device != nullptr;
+  r.alignment = cublaslt::alignment_of(p.a, p.b, p.a_scale, p.b_scale, p.bias, p.out);
+  r.device = {device.index, device.cc_major, device.cc_minor, device.sm_count};
+  return r;
+}
+
+// Device memory for the length of a call; torch's allocator keeps it for this stream.
+class Workspace {
+ public:
+  Workspace(int64_t bytes, const Tensor& like) {
+    if (bytes > 0) tensor_ = allocate({bytes}, ScalarType::Byte, like);
+  }
+  void* data() const { return tensor_ ? tensor_->mutable_data_ptr() : nullptr; }
+
+ private:
+  std::optional<Tensor> tensor_;
+};
+
+// alpha and beta as cuBLASLt reads them: both on the host, or both on the device.
+struct Scalars {
+  float host_alpha = 1.0f, host_beta = 0.0f;
+  const void *alpha, *beta;
+
+  Scalars(const Scalar& scalar, cublaslt::PointerMode mode) : host_alpha(scalar.value) {
+    const bool on_device = mode == cublaslt::PointerMode::kDevice;
+    alpha = on_device ? static_cast<const void*>(scalar.device) : &host_alpha;
+    beta = on_device ? static_cast<const void*>(device_zero()) : &host_beta;
+  }
+  Scalars(const Scalars&) = delete;  // holds pointers into itself
+};
+
+// Plans `problem` and runs it; a launch that cuBLASLt refuses retires its plan and takes the next.
+// Empty on success, else every reason.
+std::string plan_and_run(const Problem& problem, Operands operands, const Tensor& like,
+                         Stream stream) {
+  for (int attempt = 0; attempt < kMaxAttempts; ++attempt) {
+    const auto plan = cublaslt::planner().plan(problem);
+    if (!plan->ok()) return cublaslt::to_text(plan->refusals);
+    const Workspace workspace(static_cast<int64_t>(plan->workspace_bytes), like);
+    operands.workspace = workspace.data();
+    operands.workspace_bytes = plan->workspace_bytes;
+    const std::string refused = cublaslt::run(*plan, operands, stream);
+    if (refused.empty()) return "";
+    log_once(LogLevel::kWarning, concat(plan->rung, " refused a launch: ", refused));
+    cublaslt::planner().retire(problem, *plan, refused);
+  }
+  return concat(kMaxAttempts, " plans in a row were refused at launch");
+}
+
+void run_epilogue(const GemmParams& p, const Workspace& accumulators, int64_t m0, int64_t rows,
+                  int64_t n0, int64_t cols, Stream stream) {
+  EpilogueParams e;
+  e.acc = static_cast<const float*>(accumulators.data());
+  e.rows = rows;
+  e.n = cols;
+  e.alpha = p.alpha;
+  e.bias = offset(p.bias, n0, p.bias_type);
+  e.bias_type = p.bias_type;
+  e.out = offset(p.out, m0 * p.n + n0, p.out_type);
+  e.out_row_stride = p.n;
+  e.out_type = p.out_type;
+  epilogue(e, stream);
+}
+
+// Rungs 1 and 2. Empty on success, else why no plan is left.
+std::string run_nvfp4(const GemmParams& p, const GemmRequest& request, const Route& route,
+                      const Tensor& like, Stream stream) {
+  if (!route.separate_epilogue) {
+    const Scalars scalars(p.alpha, route.problem.alpha);
+    const Operands operands{p.a,           p.b,          p.a_scale, p.b_scale, p.bias,
+                            scalars.alpha, scalars.beta, p.out,     nullptr,   0};
+    return plan_and_run(route.problem, operands, like, stream);
+  }
+  const Workspace accumulators(route.m_chunk * p.n * 4, like);
+  const int64_t tiles_per_row = round_up(p.k / kBlockSize, kTileCols) / kTileCols;
+  const Scalar one;
+  for (int64_t m0 = 0; m0 < p.m; m0 += route.m_chunk) {
+    const int64_t rows = std::min(route.m_chunk, p.m - m0);
+    const Problem problem = nvfp4_problem(request, rows, /*separate_epilogue=*/true);
+    const Scalars scalars(one, problem.alpha);
+    const Operands operands{static_cast<const uint8_t*>(p.a) + m0 * (p.k / 2),
+                            p.b,
+                            p.a_scale + m0 / kTileRows * tiles_per_row * kTileBytes,
+                            p.b_scale,
+                            nullptr,
+                            scalars.alpha,
+                            scalars.beta,
+                            accumulators.data(),
+                            nullptr,
+                            0};
+    const std::string reasons = plan_and_run(problem, operands, like, stream);
+    if (!reasons.empty()) return reasons;
+    run_epilogue(p, accumulators, m0, rows, 0, p.n, stream);
+  }
+  return "";
+}
+
+// The fused kernel, as many rows at a time as it takes.
+void run_slices(const GemmParams& p, Stream stream) {
+  for (int64_t m0 = 0; m0 < p.m; m0 += kSmallMMax) {
+    GemmParams slice = p;
+    slice.m = std::min(kSmallMMax, p.m - m0);
+    slice.a_row_begin = m0;
+    slice.out = offset(p.out, m0 * p.n, p.out_type);
+    gemm_small_m(slice, stream);
+  }
+}
+
+// Chunks of D: decode B's rows, decode A's, multiply on BF16 or FP16 tensor cores.
+std::string run_decoded(const GemmParams& p, const GemmRequest& request, const Route& route,
+                        const Tensor& like, Stream stream) {
+  const DType decoded = route.decoded_type == cublaslt::ElementType::kFp16 ? DType::kFloat16
+                                                                           : DType::kBFloat16;
+  const Workspace b_decoded(route.n_chunk * p.k * 2, like);
+  const Workspace a_decoded(request.dense_a ? 0 : route.m_chunk * p.k * 2, like);
+  const Workspace accumulators(route.separate_epilogue ? route.m_chunk * route.n_chunk * 4 : 0,
+                               like);
+  const auto decode = [&](const void* data, const uint8_t* scale, int64_t begin, int64_t rows,
+                          void* out) {
+    DequantizeParams d;
+    d.data = static_cast<const uint8_t*>(data);
+    d.block_scale = scale;
+    d.row_begin = begin;
+    d.rows = rows;
+    d.k = p.k;
+    d.out = out;
+    d.out_type = decoded;
+    dequantize(d, stream);
+  };
+  for (int64_t n0 = 0; n0 < p.n; n0 += route.n_chunk) {
+    const int64_t cols = std::min(route.n_chunk, p.n - n0);
+    decode(p.b, p.b_scale, n0, cols, b_decoded.data());
+    for (int64_t m0 = 0; m0 < p.m; m0 += route.m_chunk) {
+      const int64_t rows = std::min(route.m_chunk, p.m - m0);
+      const void* a = offset(p.a, m0 * p.a_row_stride, p.a_type);
+      if (!request.dense_a) {
+        decode(p.a, p.a_scale, m0, rows, a_decoded.data());
+        a = a_decoded.data();
+      }
+      void* out = offset(p.out, m0 * p.n + n0, p.out_type);
+      const void* bias = offset(p.bias, n0, p.bias_type);
+      Problem problem = chunk_problem(request, route, rows, cols);
+      Operands operands{a, b_decoded.data(), nullptr, nullptr, bias, nullptr, nullptr,
+                        out, nullptr, 0};
+      Scalar alpha = p.alpha;
+      if (route.separate_epilogue) {
+        operands.bias = nullptr;
+        operands.d = accumulators.data();
+        alpha = Scalar{};
+      }
+      problem.alignment = cublaslt::alignment_of(operands.a, operands.b, operands.bias, operands.d);
+      const Scalars scalars(alpha, problem.alpha);
+      operands.alpha = scalars.alpha;
+      operands.beta = scalars.beta;
+      const std::string reasons = plan_and_run(problem, operands, like, stream);
+      if (!reasons.empty()) return reasons;
+      if (route.separate_epilogue) run_epilogue(p, accumulators, m0, rows, n0, cols, stream);
+    }
+  }
+  return "";
+}
+
+void log_route(const GemmRequest& r, const Route& route) {
+  // Where FP4 tensor cores exist, falling to the emulated rung is worth a warning.
+  const bool unexpected = route.rung == kEmulatedRung && r.device.cc_major >= 10 && !r.dense_a;
+  if (!unexpected && std::getenv("NVFP4_LOG") == nullptr) return;
+  std::string message =
+      concat("gemm m=", r.m, " n=", r.n, " k=", r.k, " runs on ", route.rung);
+  for (const auto& refusal : refusals(r, route)) {
+    message += concat("; ", refusal.rung, ": ", refusal.reason);
+  }
+  log_once(unexpected ? LogLevel::kWarning : LogLevel::kInfo, message);
+}
+
+}  // namespace
+
+void gemm(const GemmParams& p, const Tensor& like, Stream stream) {
+  const GemmRequest request = request_of(p);
+  for (int attempt = 0; attempt < kMaxAttempts; ++attempt) {
+    const Route route = find_route(request);
+    if (route.rung == nullptr) {
+      std::string reasons;
+      for (const auto& refusal : refusals(request, route)) {
+        reasons += concat(reasons.empty() ? "" : "; ", refusal.rung, ": ", refusal.reason);
+      }
+      throw std::runtime_error(concat("no backend takes this gemm (m = ", p.m, ", n = ", p.n,
+                                      ", k = ", p.k, ") on this GPU: ", reasons));
+    }
+    log_route(request, route);
+    if (route.rung != kEmulatedRung) {
+      if (run_nvfp4(p, request, route, like, stream).empty()) return;
+      continue;  // every plan of the rung is retired by now: the next route is the next rung
+    }
+    if (route.kernel == EmulatedKernel::kSmallM) return gemm_small_m(p, stream);
+    if (route.kernel == EmulatedKernel::kDecode) {
+      const std::string reasons = run_decoded(p, request, route, like, stream);
+      if (reasons.empty()) return;
+      log_once(LogLevel::kWarning, concat("emulated rung without cuBLASLt: ", reasons));
+    }
+    return run_slices(p, stream);
+  }
+  throw std::runtime_error(concat("every plan was refused at launch (m = ", p.m, ", n = ", p.n,
+                                  ", k = ", p.k, ")"));
+}
+
+}  // namespace nvfp4::cuda

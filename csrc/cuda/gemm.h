@@ -1,0 +1,12 @@
+// gemm and gemm_a16w4 on a GPU: validate (ops.cpp) -> plan (ladder.h) -> launch.
+#pragma once
+
+#include "../tensors.h"
+
+namespace nvfp4::cuda {
+
+// Runs on the first rung that takes the problem, on `stream`. `like`: any tensor on the operands'
+// device, which is current. std::runtime_error lists every rung's reason where none does.
+void gemm(const GemmParams& p, const Tensor& like, Stream stream);
+
+}  // namespace nvfp4::cuda

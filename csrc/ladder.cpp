@@ -1,0 +1,371 @@
+#include "ladder.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <mutex>
+#include <set>
+#include <sstream>
+#include <string_view>
+
+#include "check.h"
+#include "cublaslt/json.h"
+#include "cublaslt/library.h"
+#include "nvfp4.h"
+
+namespace nvfp4 {
+namespace {
+
+using cublaslt::ElementType;
+using cublaslt::kHeuristicRung;
+using cublaslt::kPinnedRung;
+using cublaslt::OutType;
+using cublaslt::Plan;
+using cublaslt::PointerMode;
+using cublaslt::Problem;
+using cublaslt::Refusal;
+
+// The rung that NVFP4_BACKEND forces; empty where it forces none.
+std::string_view forced_rung() {
+  const char* text = std::getenv("NVFP4_BACKEND");
+  if (text == nullptr || *text == '\0') return {};
+  for (const char* rung : {kPinnedRung, kHeuristicRung, kEmulatedRung, kCpuRung}) {
+    if (std::string_view(text) == rung) return rung;
+  }
+  NVFP4_CHECK(false, "NVFP4_BACKEND must be ", kPinnedRung, ", ", kHeuristicRung, ", ",
+              kEmulatedRung, " or ", kCpuRung, ", got '", text, "': unset it to try every rung");
+  return {};
+}
+
+OutType out_type(DType type) {
+  switch (type) {
+    case DType::kBFloat16:
+      return OutType::kBf16;
+    case DType::kFloat16:
+      return OutType::kFp16;
+    default:
+      return OutType::kFp32;
+  }
+}
+
+Problem base_problem(const GemmRequest& r, ElementType type, int64_t m, int64_t n, bool epilogue) {
+  Problem p{};
+  p.type = type;
+  p.m = m;
+  p.n = n;
+  p.k = r.k;
+  p.lda = p.ldb = r.k;
+  p.ldd = r.n;
+  p.out = epilogue ? OutType::kFp32 : out_type(r.out_type);
+  if (!epilogue && r.bias_type) p.bias = out_type(*r.bias_type);
+  // A separate epilogue applies alpha itself; cuBLASLt gets 1 from the host.
+  p.alpha = r.alpha_on_device && !epilogue ? PointerMode::kDevice : PointerMode::kHost;
+  p.alignment = r.alignment;
+  p.workspace_limit = kCublasltWorkspace;
+  p.device = r.device;
+  return p;
+}
+
+bool has_emulation(const cublaslt::DeviceInfo& device) { return device.cc_major >= 8; }
+
+// Decoded B should stay whole (it is read once a chunk of A), and A fills what is left.
+void choose_chunks(const GemmRequest& r, Route* route) {
+  const int64_t row_bytes = 2 * r.k;
+  const int64_t budget = kWorkspaceBudget - static_cast<int64_t>(kCublasltWorkspace);
+  const auto rows_in = [&](int64_t bytes) {
+    return std::max<int64_t>(bytes / row_bytes / kTileRows * kTileRows, kTileRows);
+  };
+  const int64_t b_share = r.dense_a ? budget : budget * 3 / 4;
+  route->n_chunk = std::min(r.n, rows_in(b_share));
+  route->m_chunk = r.dense_a ? r.m : std::min(r.m, rows_in(budget - route->n_chunk * row_bytes));
+  if (route->separate_epilogue) {  // FP32 accumulators of a chunk, in the budget's stead of A
+    const int64_t rows = std::max<int64_t>((budget / 8) / (4 * route->n_chunk), 1);
+    route->m_chunk = std::min(route->m_chunk, rows);
+  }
+}
+
+void find_emulated(const GemmRequest& r, Route* route) {
+  if (!has_emulation(r.device)) return;
+  route->rung = kEmulatedRung;
+  const DType decoded = r.dense_a ? r.a_type
+                        : r.out_type == DType::kFloat16 ? DType::kFloat16
+                                                        : DType::kBFloat16;
+  route->decoded_type = decoded == DType::kFloat16 ? ElementType::kFp16 : ElementType::kBf16;
+  if (r.m <= cuda::kSmallMMax) {
+    route->kernel = EmulatedKernel::kSmallM;
+    return;
+  }
+  route->kernel = EmulatedKernel::kDecode;
+  // First as cuBLASLt would do it all; then with alpha, bias and rounding left to us.
+  for (const bool epilogue : {false, true}) {
+    const bool mixed = r.out_type != DType::kFloat32 && r.out_type != decoded;
+    if (!epilogue && (mixed || (r.bias_type && *r.bias_type != r.out_type))) continue;
+    route->separate_epilogue = epilogue;
+    choose_chunks(r, route);
+    const Problem problem = chunk_problem(r, *route, route->m_chunk, route->n_chunk);
+    route->chunk_plan = cublaslt::planner().plan(problem);
+    if (route->chunk_plan->ok()) return;
+  }
+  route->separate_epilogue = false;
+  route->kernel = EmulatedKernel::kSlices;
+}
+
+}  // namespace
+
+Problem chunk_problem(const GemmRequest& r, const Route& route, int64_t rows, int64_t cols) {
+  Problem p = base_problem(r, route.decoded_type, rows, cols, route.separate_epilogue);
+  if (r.dense_a) p.lda = r.a_row_stride;
+  if (route.separate_epilogue) p.ldd = cols;
+  return p;
+}
+
+Problem nvfp4_problem(const GemmRequest& r, int64_t rows, bool separate_epilogue) {
+  Problem p = base_problem(r, ElementType::kNvfp4, rows, r.n, separate_epilogue);
+  p.skip_pins = forced_rung() == kHeuristicRung;
+  return p;
+}
+
+Route find_route(const GemmRequest& r) {
+  Route route;
+  const std::string_view forced = forced_rung();
+  const bool packed = !r.dense_a;
+  if (packed && forced != kEmulatedRung && forced != kCpuRung) {
+    // A bias that cuBLASLt can't add leaves alpha, bias and rounding to us, in chunks of rows.
+    for (const bool epilogue : {false, true}) {
+      if (epilogue && !r.bias_type) break;
+      const int64_t rows = epilogue ? std::min(r.m, kEpilogueRows) : r.m;
+      const Problem problem = nvfp4_problem(r, rows, epilogue);
+      const auto plan = cublaslt::planner().plan(problem);
+      if (!epilogue || plan->ok()) {
+        route.problem = problem;
+        route.plan = plan;
+        route.separate_epilogue = epilogue;
+        route.m_chunk = rows;
+      }
+      if (plan->ok() && (forced.empty() || plan->rung == forced)) {
+        route.rung = plan->rung == kPinnedRung ? kPinnedRung : kHeuristicRung;
+        return route;
+      }
+    }
+    route.separate_epilogue = false;
+  }
+  if (forced.empty() || forced == kEmulatedRung) find_emulated(r, &route);
+  return route;
+}
+
+int64_t workspace_bytes(const GemmRequest& r, const Route& route) {
+  if (route.rung == nullptr) return 0;
+  if (route.rung != kEmulatedRung) {
+    const int64_t accumulators = route.separate_epilogue ? 4 * route.m_chunk * r.n : 0;
+    return accumulators + static_cast<int64_t>(route.plan->workspace_bytes);
+  }
+  if (route.kernel != EmulatedKernel::kDecode) return 0;
+  const int64_t decoded = 2 * r.k * (route.n_chunk + (r.dense_a ? 0 : route.m_chunk));
+  const int64_t accumulators = route.separate_epilogue ? 4 * route.m_chunk * route.n_chunk : 0;
+  return decoded + accumulators + static_cast<int64_t>(route.chunk_plan->workspace_bytes);
+}
+
+std::vector<Refusal> refusals(const GemmRequest& r, const Route& route) {
+  std::vector<Refusal> all;
+  const std::string_view forced = forced_rung();
+  const auto say = [&](const char* rung, const std::string& reason) {
+    all.push_back({rung, reason});
+  };
+  const std::string by_force = concat("NVFP4_BACKEND=", forced, " forces another rung");
+  if (r.dense_a) {
+    for (const char* rung : {kPinnedRung, kHeuristicRung}) {
+      say(rung, "cuBLASLt has no GEMM of a dense activation with an NVFP4 weight");
+    }
+  } else if (route.plan) {
+    all = route.plan->refusals;
+    if (route.plan->ok() && route.rung != route.plan->rung) say(route.plan->rung.c_str(), by_force);
+  } else {
+    for (const char* rung : {kPinnedRung, kHeuristicRung}) say(rung, by_force);
+  }
+  if (route.rung == nullptr) {
+    if (!forced.empty() && forced != kEmulatedRung) {
+      say(kEmulatedRung, by_force);
+    } else {
+      say(kEmulatedRung, concat("needs compute capability >= 8.0, found ", r.device.cc_major, ".",
+                                r.device.cc_minor));
+    }
+    say(kCpuRung, "the operands are on a GPU: move them with .cpu()");
+  }
+  return all;
+}
+
+void check_cpu_allowed() {
+  const std::string_view forced = forced_rung();
+  NVFP4_CHECK(forced.empty() || forced == kCpuRung, "NVFP4_BACKEND=", forced,
+              " needs CUDA operands, and these are on the CPU: move them with .cuda(), or unset it");
+}
+
+void log_once(LogLevel level, const std::string& message) {
+  const char* text = std::getenv("NVFP4_LOG");
+  const std::string_view wanted = text ? text : "";
+  const bool shown = level == LogLevel::kWarning || wanted == "debug" ||
+                     (level == LogLevel::kInfo && wanted == "info");
+  if (!shown) return;
+  static std::mutex mutex;
+  static std::set<std::string> seen;
+  std::lock_guard<std::mutex> lock(mutex);
+  if (seen.insert(message).second) std::fprintf(stderr, "nvfp4_linear: %s\n", message.c_str());
+}
+
+// ------------------------------------------------------------------------------------- control
+//
+//   explain m= n= k= [a=nvfp4|bfloat16|float16] [out=] [bias=] [alpha=host|device] [alignment=]
+//           cc= sm= [device=]           -> route, as JSON
+//   fallback PATH                       -> where to look for cuBLASLt after the loader's own places
+//   library                             -> which cuBLASLt, or why none
+//   policy [value=]                     -> the pin policy, set first where a value is given
+//   pins                                -> every pin, newest first, each as its text form
+//   pin TEXT / unpin TEXT               -> {"ok": ...}
+//   clear                               -> forgets plans and retirements
+
+namespace {
+
+using Arguments = std::map<std::string, std::string>;
+
+Arguments parse(const std::string& text) {
+  Arguments arguments;
+  std::istringstream words(text);
+  for (std::string word; words >> word;) {
+    const size_t equals = word.find('=');
+    NVFP4_CHECK(equals != std::string::npos, "control: expected key=value, got '", word, "'");
+    arguments[word.substr(0, equals)] = word.substr(equals + 1);
+  }
+  return arguments;
+}
+
+int64_t integer(const Arguments& arguments, const char* key, int64_t fallback) {
+  const auto found = arguments.find(key);
+  if (found == arguments.end()) return fallback;
+  char* end = nullptr;
+  const long long value = std::strtoll(found->second.c_str(), &end, 10);
+  NVFP4_CHECK(end != found->second.c_str() && *end == '\0', key, " must be an integer, got '",
+              found->second, "'");
+  return value;
+}
+
+std::string text(const Arguments& arguments, const char* key, const char* fallback) {
+  const auto found = arguments.find(key);
+  return found == arguments.end() ? fallback : found->second;
+}
+
+DType parse_type(const std::string& name) {
+  if (name == "float32") return DType::kFloat32;
+  if (name == "bfloat16") return DType::kBFloat16;
+  if (name == "float16") return DType::kFloat16;
+  NVFP4_CHECK(false, "a dtype must be float32, bfloat16 or float16, got '", name, "'");
+  return DType::kFloat32;
+}
+
+GemmRequest parse_request(const Arguments& arguments) {
+  GemmRequest r;
+  r.m = integer(arguments, "m", 0);
+  r.n = integer(arguments, "n", 0);
+  r.k = integer(arguments, "k", 0);
+  NVFP4_CHECK(r.m > 0 && r.n > 0 && r.k > 0, "m, n and k must be positive, got ", r.m, ", ", r.n,
+              ", ", r.k);
+  NVFP4_CHECK(r.k % kBlockSize == 0, "k must be a multiple of ", kBlockSize, ", got ", r.k,
+              ": pad K");
+  const std::string a = text(arguments, "a", "nvfp4");
+  r.dense_a = a != "nvfp4";
+  if (r.dense_a) r.a_type = parse_type(a);
+  r.a_row_stride = r.k;
+  r.out_type = parse_type(text(arguments, "out", "bfloat16"));
+  const std::string bias = text(arguments, "bias", "none");
+  if (bias != "none") r.bias_type = parse_type(bias);
+  r.alpha_on_device = text(arguments, "alpha", "host") == "device";
+  r.alignment = static_cast<uint32_t>(integer(arguments, "alignment", cublaslt::kMaxAlignment));
+  const int64_t cc = integer(arguments, "cc", 0);  // 10 * major + minor
+  r.device = {static_cast<int>(integer(arguments, "device", 0)), static_cast<int>(cc / 10),
+              static_cast<int>(cc % 10), static_cast<int>(integer(arguments, "sm", 1))};
+  return r;
+}
+
+const char* kernel_name(const Route& route) {
+  if (route.rung == nullptr) return "none";
+  if (route.rung != kEmulatedRung) return "cublasLtMatmul";
+  switch (route.kernel) {
+    case EmulatedKernel::kSmallM:
+      return "gemm_small_m";
+    case EmulatedKernel::kDecode:
+      return "decode + cublasLtMatmul";
+    case EmulatedKernel::kSlices:
+      return "gemm_small_m in slices of rows";
+  }
+  return "none";
+}
+
+std::string explain(const GemmRequest& r) {
+  const Route route = find_route(r);
+  const auto quoted = [](const std::string& value) { return cublaslt::quoted(value); };
+  std::string list;
+  for (const Refusal& refusal : refusals(r, route)) {
+    list += concat(list.empty() ? "" : ", ", "{\"rung\": ", quoted(refusal.rung),
+                   ", \"reason\": ", quoted(refusal.reason), "}");
+  }
+  std::string plan = "null";
+  if (route.rung == kEmulatedRung) {
+    if (route.chunk_plan) {
+      plan = cublaslt::plan_to_json(chunk_problem(r, route, route.m_chunk, route.n_chunk),
+                                    *route.chunk_plan);
+    }
+  } else if (route.rung != nullptr) {
+    plan = cublaslt::plan_to_json(route.problem, *route.plan);
+  }
+  return concat("{\"rung\": ", route.rung ? quoted(route.rung) : "null",
+                ", \"kernel\": ", quoted(kernel_name(route)),
+                ", \"workspace_bytes\": ", workspace_bytes(r, route),
+                ", \"m_chunk\": ", route.m_chunk, ", \"n_chunk\": ", route.n_chunk,
+                ", \"plan\": ", plan, ", \"refusals\": [", list, "]}");
+}
+
+}  // namespace
+
+std::string control(std::string request) {
+  const size_t space = request.find(' ');
+  const std::string command = request.substr(0, space);
+  const std::string rest = space == std::string::npos ? "" : request.substr(space + 1);
+  if (command == "fallback") {
+    cublaslt::set_fallback_path(rest);
+    return "{\"ok\": true}";
+  }
+  auto& planner = cublaslt::planner();
+  if (command == "explain") return explain(parse_request(parse(rest)));
+  if (command == "library") {
+    return concat("{\"version\": ", planner.version(),
+                  ", \"path\": ", cublaslt::quoted(planner.path()),
+                  ", \"unavailable\": ", cublaslt::quoted(planner.unavailable()), "}");
+  }
+  if (command == "policy") {
+    const Arguments arguments = parse(rest);
+    if (arguments.count("value")) planner.set_policy(cublaslt::parse_policy(arguments.at("value")));
+    return concat("{\"policy\": ", cublaslt::quoted(cublaslt::name(planner.policy())), "}");
+  }
+  if (command == "pins") {
+    std::string list;
+    for (const cublaslt::Pin& pin : planner.pins()) {
+      list += (list.empty() ? "" : ", ") + cublaslt::quoted(cublaslt::to_text(pin));
+    }
+    return concat("{\"pins\": [", list, "]}");
+  }
+  if (command == "pin") {
+    planner.pin(cublaslt::parse_pin(rest));
+    return "{\"ok\": true}";
+  }
+  if (command == "unpin") {
+    return planner.unpin(cublaslt::parse_pin(rest)) ? "{\"ok\": true}" : "{\"ok\": false}";
+  }
+  if (command == "clear") {
+    planner.clear();
+    return "{\"ok\": true}";
+  }
+  NVFP4_CHECK(false, "control: unknown command '", command, "'");
+  return "";
+}
+
+}  // namespace nvfp4

@@ -1,0 +1,42 @@
+// Every schema and every binding, and nothing else. One implementation serves both devices: it
+// looks at where its operands live. Fakes are in nvfp4_linear/ops.py.
+#include "ladder.h"
+#include "ops.h"
+
+STABLE_TORCH_LIBRARY(nvfp4, m) {
+  m.def(
+      "quantize(Tensor x, Tensor? global_scale=None, *, bool swizzled=True) -> (Tensor, Tensor)");
+  m.def(
+      "swiglu_quantize(Tensor gate_up, Tensor? global_scale=None, *, bool swizzled=True, "
+      "int pad_rows_to=1) -> (Tensor, Tensor)");
+  m.def(
+      "dequantize(Tensor data, Tensor block_scale, Tensor? global_scale=None, *, "
+      "bool swizzled=True, ScalarType? out_dtype=None) -> Tensor");
+  m.def("swizzle_scales(Tensor scales) -> Tensor");
+  m.def("unswizzle_scales(Tensor scales, SymInt rows, SymInt cols) -> Tensor");
+  m.def("global_scale(Tensor x) -> Tensor");
+  m.def(
+      "gemm(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? alpha=None, "
+      "Tensor? bias=None, ScalarType? out_dtype=None) -> Tensor");
+  m.def(
+      "gemm_a16w4(Tensor x, Tensor b, Tensor b_scale, Tensor? alpha=None, Tensor? bias=None, "
+      "ScalarType? out_dtype=None) -> Tensor");
+  // What algorithms.py asks the planner that the ops use. Strings are JSON; no tensors.
+  m.def("_control(str request) -> str");
+}
+
+#define NVFP4_BIND_OPS(m)                                      \
+  m.impl("quantize", TORCH_BOX(&nvfp4::quantize));             \
+  m.impl("swiglu_quantize", TORCH_BOX(&nvfp4::swiglu_quantize)); \
+  m.impl("dequantize", TORCH_BOX(&nvfp4::dequantize));         \
+  m.impl("swizzle_scales", TORCH_BOX(&nvfp4::swizzle_scales)); \
+  m.impl("unswizzle_scales", TORCH_BOX(&nvfp4::unswizzle_scales)); \
+  m.impl("global_scale", TORCH_BOX(&nvfp4::global_scale));     \
+  m.impl("gemm", TORCH_BOX(&nvfp4::gemm));                     \
+  m.impl("gemm_a16w4", TORCH_BOX(&nvfp4::gemm_a16w4))
+
+STABLE_TORCH_LIBRARY_IMPL(nvfp4, CPU, m) { NVFP4_BIND_OPS(m); }
+STABLE_TORCH_LIBRARY_IMPL(nvfp4, CUDA, m) { NVFP4_BIND_OPS(m); }
+STABLE_TORCH_LIBRARY_IMPL(nvfp4, CompositeExplicitAutograd, m) {
+  m.impl("_control", TORCH_BOX(&nvfp4::control));
+}

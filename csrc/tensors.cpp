@@ -1,0 +1,180 @@
+#include "tensors.h"
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+
+#include "check.h"
+#include "nvfp4.h"
+
+// Weak: absent in a CPU build of torch, which never reaches a CUDA tensor. One binary for both.
+extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream)
+    __attribute__((weak));
+
+namespace nvfp4 {
+
+std::string shape_text(const Tensor& tensor) {
+  std::string text = "(";
+  const auto sizes = tensor.sizes();
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    text += (i ? ", " : "") + std::to_string(sizes[i]);
+  }
+  return text + (sizes.size() == 1 ? ",)" : ")");
+}
+
+const char* dtype_text(ScalarType type) { return torch::headeronly::toString(type); }
+
+int64_t rows_of(const Tensor& tensor) {
+  int64_t rows = 1;
+  for (int64_t i = 0; i + 1 < tensor.dim(); ++i) rows *= tensor.size(i);
+  return rows;
+}
+
+int64_t last_dim(const Tensor& tensor) { return tensor.size(tensor.dim() - 1); }
+
+Rows as_rows(const Tensor& tensor) {
+  const int64_t rows = rows_of(tensor), cols = last_dim(tensor);
+  if (tensor.dim() == 2 && tensor.stride(1) == 1 && tensor.stride(0) >= cols) {
+    return {tensor, rows, cols, tensor.stride(0)};
+  }
+  return {tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor), rows, cols, cols};
+}
+
+std::optional<DType> float_type(ScalarType type) {
+  switch (type) {
+    case ScalarType::Float:
+      return DType::kFloat32;
+    case ScalarType::BFloat16:
+      return DType::kBFloat16;
+    case ScalarType::Half:
+      return DType::kFloat16;
+    default:
+      return std::nullopt;
+  }
+}
+
+ScalarType scalar_type(DType type) {
+  switch (type) {
+    case DType::kFloat32:
+      return ScalarType::Float;
+    case DType::kBFloat16:
+      return ScalarType::BFloat16;
+    case DType::kFloat16:
+      return ScalarType::Half;
+  }
+  return ScalarType::Undefined;
+}
+
+DType check_activation(const Tensor& x, const char* name, int64_t multiple, bool allow_float32) {
+  const auto type = float_type(x.scalar_type());
+  NVFP4_CHECK(type && (allow_float32 || *type != DType::kFloat32), name, ".dtype must be ",
+              allow_float32 ? "float32, bfloat16 or float16" : "bfloat16 or float16", ", got ",
+              dtype_text(x.scalar_type()), ": convert it with .to(torch.bfloat16)");
+  NVFP4_CHECK(x.dim() >= 1, name, " must have at least one dimension, got a scalar");
+  const int64_t k = last_dim(x);
+  NVFP4_CHECK(k > 0 && k % multiple == 0, name, ".shape[-1] must be a multiple of ", multiple,
+              ", got ", k, ": pad K");
+  return *type;
+}
+
+int64_t check_packed(const Tensor& data, const char* name) {
+  const ScalarType type = data.scalar_type();
+  NVFP4_CHECK(type == ScalarType::Byte || type == ScalarType::Float4_e2m1fn_x2, name,
+              ".dtype must be uint8 or float4_e2m1fn_x2 (two E2M1 codes a byte), got ",
+              dtype_text(type), ": quantize it first");
+  NVFP4_CHECK(data.dim() >= 2, name, " must be (rows, K/2), got shape ", shape_text(data));
+  const int64_t bytes = last_dim(data);
+  NVFP4_CHECK(bytes > 0 && bytes % kBlockBytes == 0, name,
+              ".shape[-1] (K/2 bytes) must be a multiple of 8, got ", bytes,
+              ": K must be a multiple of 16");
+  return bytes * 2;
+}
+
+void check_scale(const Tensor& scale, const char* name, int64_t rows, int64_t cols, bool swizzled) {
+  NVFP4_CHECK(scale.scalar_type() == ScalarType::Float8_e4m3fn, name,
+              ".dtype must be float8_e4m3fn, got ", dtype_text(scale.scalar_type()),
+              ": view it with .view(torch.float8_e4m3fn) if its bytes are UE4M3");
+  if (swizzled) {
+    const int64_t padded_rows = round_up(rows, kTileRows), padded_cols = round_up(cols, kTileCols);
+    NVFP4_CHECK(scale.dim() == 2 && scale.size(0) == padded_rows && scale.size(1) == padded_cols,
+                name, " must be swizzled (128x4 tiles) with shape (", padded_rows, ", ",
+                padded_cols, ") for ", rows, " rows and K = ", cols * kBlockSize, ", got ",
+                shape_text(scale), ": torch.ops.nvfp4.swizzle_scales makes it from row-major (",
+                rows, ", ", cols, ")");
+  } else {
+    NVFP4_CHECK(scale.dim() >= 1 && last_dim(scale) == cols && rows_of(scale) == rows, name,
+                " must be row-major with shape (", rows, ", ", cols, ") = (rows, K/16), got ",
+                shape_text(scale), ": torch.ops.nvfp4.unswizzle_scales makes it from 128x4 tiles");
+  }
+}
+
+void check_same_device(const Tensor& tensor, const char* name, const Tensor& other,
+                       const char* other_name) {
+  const bool same = tensor.is_cuda() == other.is_cuda() && tensor.is_cpu() == other.is_cpu() &&
+                    tensor.get_device_index() == other.get_device_index();
+  NVFP4_CHECK(same, name, " must be on the device of ", other_name, ", got ",
+              tensor.is_cuda() ? concat("cuda:", tensor.get_device_index()) : "cpu", " and ",
+              other.is_cuda() ? concat("cuda:", other.get_device_index()) : "cpu",
+              ": move it with .to()");
+}
+
+Scalar check_scalar(const std::optional<Tensor>& scalar, const char* name, const Tensor& operand) {
+  if (!scalar) return {};
+  NVFP4_CHECK(scalar->scalar_type() == ScalarType::Float, name, ".dtype must be float32, got ",
+              dtype_text(scalar->scalar_type()),
+              ": convert it with .to(torch.float32); its bytes are never reinterpreted");
+  NVFP4_CHECK(scalar->numel() == 1, name, " must have one element, got shape ",
+              shape_text(*scalar));
+  const auto* pointer = static_cast<const float*>(scalar->const_data_ptr());
+  if (scalar->is_cpu()) return {nullptr, *pointer};
+  check_same_device(*scalar, name, operand, "the operands");
+  return {pointer, 1.0f};
+}
+
+DType check_out_dtype(const std::optional<ScalarType>& out_dtype, DType fallback) {
+  if (!out_dtype) return fallback;
+  const auto type = float_type(*out_dtype);
+  NVFP4_CHECK(type, "out_dtype must be bfloat16, float16 or float32, got ", dtype_text(*out_dtype));
+  return *type;
+}
+
+Tensor allocate(std::vector<int64_t> sizes, ScalarType type, const Tensor& like) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t stride = 1;
+  for (size_t i = sizes.size(); i-- > 0;) {
+    strides[i] = stride;
+    stride *= sizes[i] > 1 ? sizes[i] : 1;
+  }
+  const auto device = like.device();
+  // The C shim rather than stable::empty: no dispatcher look-up by name on the way.
+  AtenTensorHandle handle = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
+      torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)),
+      torch::stable::detail::to<int32_t>(torch::stable::detail::from(device.type())),
+      device.index(), &handle));
+  return Tensor(handle);
+}
+
+std::vector<int64_t> sizes_with_last(const Tensor& like, int64_t last) {
+  const auto sizes = like.sizes();
+  std::vector<int64_t> result(sizes.begin(), sizes.end());
+  result.back() = last;
+  return result;
+}
+
+std::vector<int64_t> swizzled_sizes(int64_t rows, int64_t cols) {
+  return {round_up(rows, kTileRows), round_up(cols, kTileCols)};
+}
+
+CudaScope::CudaScope(const Tensor& tensor) {
+  if (!tensor.is_cuda()) return;
+#if !defined(NVFP4_WITH_CUDA)
+  NVFP4_CHECK(false,
+              "this build of nvfp4_linear has no CUDA kernels, and an operand is on a GPU: rebuild "
+              "where nvcc (CUDA 13) is installed");
+#endif
+  const int32_t index = tensor.get_device_index();
+  guard_.emplace(index);
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index, &stream_));
+}
+
+}  // namespace nvfp4

@@ -1,0 +1,464 @@
+"""Which backend and algorithm a GEMM takes, why, and how to have another: explain, pins, backends.
+
+The planner lives in the ops binary; everything here asks the one that ``torch.ops.nvfp4.gemm``
+itself uses, so what is explained is what runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RUNGS = ("cublaslt-pinned", "cublaslt-heuristic", "emulated", "cpu")
+POLICIES = ("validated", "always", "never")
+PIN_FILE_HEADER = "# nvfp4_linear pins, version 1: one pin a line, key=value, evidence last"
+MAX_PIN_FILE_BYTES = 1 << 20  # thousands of pins; anything larger is no pin file
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A cuBLASLt kernel configuration: the attributes of ``cublasLtMatmulAlgoConfigSet``.
+
+    All are cuBLASLt's own ids. ``inner`` and ``cluster`` may be None: what AlgoInit gives is left.
+    """
+
+    id: int
+    tile: int
+    stages: int
+    split_k: int = 1
+    reduction: int = 0
+    swizzle: int = 0
+    custom: int = 0
+    inner: int | None = None
+    cluster: int | None = None
+
+    def __str__(self) -> str:
+        parts = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return ", ".join(f"{name} {'default' if value is None else value}" for name, value in parts)
+
+
+@dataclass(frozen=True)
+class Pin:
+    """One row: for problems like this, on a chip like this, take that algorithm.
+
+    A pin is a proposal. ``cublasLtMatmulAlgoCheck`` has the last word on every machine, and where
+    it refuses, the next rung is taken and ``explain`` says so.
+
+    cc: compute capability, e.g. (9, 0). sm_count, n, k, m_max: 0 is any. version_min/max: cuBLASLt
+    versions as cublasLtGetVersion gives them (130100 is 13.1.0), both inclusive. type: "nvfp4",
+    "bf16", "fp16" or "fp8_e4m3". fills_chip: only where the tile's grid has at least one tile per
+    multiprocessor.
+    """
+
+    algorithm: Algorithm
+    cc: tuple[int, int]
+    type: str = "nvfp4"
+    n: int = 0
+    k: int = 0
+    m_min: int = 1
+    m_max: int = 0
+    sm_count: int = 0
+    version_min: int = 130000
+    version_max: int = 139999
+    fills_chip: bool = False
+    evidence: str = ""
+
+    def to_text(self) -> str:
+        """The pin as one line of a pin file."""
+        values: dict[str, Any] = {
+            "type": self.type,
+            "cc_major": self.cc[0],
+            "cc_minor": self.cc[1],
+            "sm_count": self.sm_count,
+            "version_min": self.version_min,
+            "version_max": self.version_max,
+            "m_min": self.m_min,
+            "m_max": self.m_max,
+            "n": self.n,
+            "k": self.k,
+            **{
+                name: "default" if value is None else value
+                for name, value in asdict(self.algorithm).items()
+            },
+            "fills_chip": int(self.fills_chip),
+            "evidence": " ".join(self.evidence.split()),
+        }
+        return " ".join(f"{key}={value}" for key, value in values.items())
+
+    @classmethod
+    def from_text(cls, text: str) -> Pin:
+        """Reads one line as ``to_text`` writes it.
+
+        Raises ValueError naming the word that is not understood.
+        """
+        head, _, evidence = text.partition("evidence=")
+        values: dict[str, str] = {}
+        for word in head.split():
+            key, equals, value = word.partition("=")
+            if not equals:
+                raise ValueError(f"a pin is key=value words, got {_short(word)!r}")
+            values[key] = value
+        kind = values.pop("type", "nvfp4")
+        names = [f.name for f in fields(Algorithm)]
+
+        def integer(key: str, default: int | None = None) -> int:
+            if key not in values and default is None:
+                raise ValueError(f"a pin needs {key}=")
+            value = values.pop(key, str(default))
+            try:
+                return int(value)
+            except ValueError:
+                raise ValueError(f"{key} must be an integer, got {_short(value)!r}") from None
+
+        attributes: dict[str, int | None] = {}
+        for name in names:
+            if values.get(name) == "default":
+                values.pop(name)
+                continue
+            if name in values or name in ("id", "tile", "stages"):
+                attributes[name] = integer(name)
+        pin = cls(
+            algorithm=Algorithm(**attributes),  # type: ignore[arg-type]
+            cc=(integer("cc_major"), integer("cc_minor")),
+            type=kind,
+            n=integer("n", 0),
+            k=integer("k", 0),
+            m_min=integer("m_min", 1),
+            m_max=integer("m_max", 0),
+            sm_count=integer("sm_count", 0),
+            version_min=integer("version_min", 130000),
+            version_max=integer("version_max", 139999),
+            fills_chip=bool(integer("fills_chip", 0)),
+            evidence=evidence.strip(),
+        )
+        if values:
+            raise ValueError(f"unknown key {_short(next(iter(values)))!r} in a pin")
+        return pin
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One rung that said no, and why, in cuBLASLt's own words where they are its own."""
+
+    rung: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU as the planner sees it; give one to ``explain`` to ask about a chip that isn't here."""
+
+    cc: tuple[int, int]
+    sm_count: int
+    index: int = 0
+    name: str = ""
+
+    def __str__(self) -> str:
+        major, minor = self.cc
+        where = self.name or f"cuda:{self.index}"
+        return f"{where} (compute capability {major}.{minor}, {self.sm_count} multiprocessors)"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a gemm call would do. ``print`` it, or read the fields.
+
+    rung: the backend that takes the call, None where all refuse. kernel: what runs on it.
+    algorithm: cuBLASLt's, where one runs. workspace_bytes: beside the output. refusals: every rung
+    above, with its reason. evidence: of the pin, where one was taken.
+    """
+
+    m: int
+    n: int
+    k: int
+    device: str
+    rung: str | None
+    kernel: str
+    algorithm: Algorithm | None = None
+    workspace_bytes: int = 0
+    refusals: tuple[Refusal, ...] = ()
+    evidence: str = ""
+    details: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as plain types for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [f"gemm m={self.m} n={self.n} k={self.k} on {self.device}"]
+        lines += [f"  no   {refusal.rung}: {refusal.reason}" for refusal in self.refusals]
+        if self.rung is None:
+            return "\n".join([*lines, "  no rung takes this call: it raises an error"])
+        lines.append(f"  yes  {self.rung}: {self.kernel}")
+        if self.algorithm:
+            lines.append(f"       algorithm: {self.algorithm}")
+        if self.evidence:
+            lines.append(f"       evidence: {self.evidence}")
+        for refusal in self.details.get("inner_refusals", ()):
+            lines.append(f"       inside it, no {refusal['rung']}: {refusal['reason']}")
+        return "\n".join([*lines, f"       workspace: {self.workspace_bytes:,} bytes"])
+
+
+def _control(command: str) -> dict[str, Any]:
+    return json.loads(torch.ops.nvfp4._control(command))
+
+
+def _short(text: str, limit: int = 40) -> str:
+    return text if len(text) <= limit else text[:limit] + "..."
+
+
+def device_of(device: torch.device | str | int | Device | None = None) -> torch.device | Device:
+    """A GPU's properties, or ``torch.device("cpu")``. None: the current GPU, else the CPU."""
+    if isinstance(device, Device):
+        return device
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if device.type == "cpu":
+        return device
+    if device.type != "cuda":
+        raise ValueError(f"device must be cpu or cuda, got {device}")
+    if not torch.cuda.is_available():
+        raise ValueError(f"device is {device}, but {_why_no_gpu()}: ask about a Device(cc, sm_count)")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    properties = torch.cuda.get_device_properties(index)
+    return Device(
+        cc=(properties.major, properties.minor),
+        sm_count=properties.multi_processor_count,
+        index=index,
+        name=f"cuda:{index} {properties.name}",
+    )
+
+
+def _why_no_gpu() -> str:
+    if torch.version.cuda is None:
+        return f"this torch ({torch.__version__}) is a CPU build"
+    return "torch sees no CUDA GPU"
+
+
+def explain(
+    m: int,
+    n: int,
+    k: int,
+    *,
+    device: torch.device | str | int | Device | None = None,
+    activation: str = "nvfp4",
+    out_dtype: torch.dtype = torch.bfloat16,
+    bias_dtype: torch.dtype | None = None,
+    alpha_on_device: bool = False,
+) -> Plan:
+    """What ``torch.ops.nvfp4.gemm`` does for this problem, and why not something faster.
+
+    m, n, k: logical sizes of D (m, n) = A (m, k) . B (n, k)^T; k % 16 == 0. device: None is the
+    current GPU, or the CPU where there is none; a ``Device`` asks about another chip (cuBLASLt
+    itself needs a GPU to answer; without one its refusal says so). activation: "nvfp4", or
+    "bfloat16"/"float16" for ``gemm_a16w4``. alpha_on_device: alpha is a CUDA tensor.
+
+    Raises ValueError for sizes or names that no gemm takes.
+    """
+    where = device_of(device)
+    if isinstance(where, torch.device):
+        needs = "the operands are on the CPU: it needs CUDA operands"
+        refused = tuple(Refusal(rung, needs) for rung in RUNGS[:-1])
+        if m < 0 or n < 0 or k <= 0 or k % 16:
+            raise ValueError(f"m, n >= 0 and k a positive multiple of 16 expected, got {m}, {n}, {k}")
+        return Plan(m, n, k, "cpu", "cpu", "exact GEMM, rounded once", refusals=refused)
+    name = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+    for argument, dtype in (("out_dtype", out_dtype), ("bias_dtype", bias_dtype)):
+        if dtype is not None and dtype not in name:
+            raise ValueError(f"{argument} must be bfloat16, float16 or float32, got {dtype}")
+    command = (
+        f"explain m={m} n={n} k={k} a={activation} out={name[out_dtype]}"
+        f" bias={name[bias_dtype] if bias_dtype else 'none'}"
+        f" alpha={'device' if alpha_on_device else 'host'}"
+        f" cc={10 * where.cc[0] + where.cc[1]} sm={where.sm_count} device={where.index}"
+    )
+    guard = torch.cuda.device(where.index) if torch.cuda.is_available() else contextlib.nullcontext()
+    with guard:
+        answer = _control(command)
+    plan = answer["plan"] or {}
+    return Plan(
+        m=m,
+        n=n,
+        k=k,
+        device=str(where),
+        rung=answer["rung"],
+        kernel=answer["kernel"],
+        algorithm=_algorithm(plan.get("algorithm")),
+        workspace_bytes=answer["workspace_bytes"],
+        refusals=tuple(Refusal(**refusal) for refusal in answer["refusals"]),
+        evidence=plan.get("evidence", ""),
+        details={
+            "m_chunk": answer["m_chunk"],
+            "n_chunk": answer["n_chunk"],
+            "plan": plan,
+            "inner_refusals": plan.get("refusals", []) if answer["rung"] == "emulated" else [],
+        },
+    )
+
+
+def _algorithm(values: dict[str, Any] | None) -> Algorithm | None:
+    if not values:
+        return None
+    return Algorithm(**{f.name: values[f.name] for f in fields(Algorithm)})
+
+
+# ------------------------------------------------------------------------------------------ pins
+
+
+def pin(algorithm: Algorithm | Pin, **conditions: Any) -> Pin:
+    """Pins an algorithm in this process; the newest pin is asked first. Gives the pin.
+
+    algorithm: a whole ``Pin``, or an ``Algorithm`` with ``Pin``'s other fields as keywords; ``cc``
+    defaults to the current GPU's. Raises ValueError where an attribute is out of the range that
+    the loaded cuBLASLt knows (inside cuBLASLt it could kill the process).
+    """
+    if isinstance(algorithm, Algorithm):
+        if "cc" not in conditions:
+            here = device_of()
+            if not isinstance(here, Device):
+                raise ValueError(f"cc must be given, since {_why_no_gpu()}: for example cc=(12, 1)")
+            conditions["cc"] = here.cc
+        row = Pin(algorithm, **conditions)
+    else:
+        row = replace(algorithm, **conditions)
+    _control(f"pin {row.to_text()}")
+    return row
+
+
+def unpin(row: Pin) -> bool:
+    """Takes a pin back. Gives whether it was there."""
+    return bool(_control(f"unpin {row.to_text()}")["ok"])
+
+
+def pins() -> list[Pin]:
+    """Every pin in force, in the order they are asked; the built-in one is last."""
+    return [Pin.from_text(text) for text in _control("pins")["pins"]]
+
+
+def pin_policy(value: str | None = None) -> str:
+    """The policy in force ("validated", "always", "never"), set first where ``value`` is given."""
+    if value is not None and value not in POLICIES:
+        raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {value!r}")
+    return _control("policy" if value is None else f"policy value={value}")["policy"]
+
+
+@dataclass(frozen=True)
+class PinFileReport:
+    """What ``load_pins`` did: the pins in force now, and the rows refused with their reasons."""
+
+    path: str
+    loaded: tuple[Pin, ...]
+    refused: tuple[tuple[int, str], ...]  # line number, reason
+
+    def __str__(self) -> str:
+        lines = [f"{self.path}: {len(self.loaded)} pins loaded, {len(self.refused)} rows refused"]
+        return "\n".join([*lines, *(f"  line {line}: {reason}" for line, reason in self.refused)])
+
+
+def load_pins(path: str | os.PathLike[str]) -> PinFileReport:
+    """Loads a pin file. A row that can't be read is refused by line number; the others count.
+
+    Raises ValueError where the file as a whole is no pin file (too large, not text), OSError where
+    it can't be read. Nothing is pinned then.
+    """
+    path = Path(path)
+    size = path.stat().st_size
+    if size > MAX_PIN_FILE_BYTES:
+        raise ValueError(f"{path} has {size:,} bytes, a pin file at most {MAX_PIN_FILE_BYTES:,}")
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a pin file: {error}") from None
+    loaded, refused = [], []
+    for number, line in enumerate(text.splitlines(), 1):
+        line = line.strip()
+        if not line or line.startswith("#"):
+            continue
+        try:
+            loaded.append(pin(Pin.from_text(line)))
+        except (ValueError, TypeError, OverflowError) as error:
+            refused.append((number, str(error)))
+    return PinFileReport(str(path), tuple(loaded), tuple(refused))
+
+
+def save_pins(path: str | os.PathLike[str], rows: Iterable[Pin] | None = None) -> None:
+    """Writes pins (default: all but the built-in one) to a file, whole or not at all."""
+    rows = pins()[:-1] if rows is None else list(rows)
+    path = Path(path)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write("\n".join([PIN_FILE_HEADER, *(row.to_text() for row in rows), ""]))
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+# -------------------------------------------------------------------------------------- backends
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One rung on one device: whether it can run here and, where it can't, why."""
+
+    name: str
+    device: str
+    available: bool
+    reason: str = ""
+
+
+def library() -> dict[str, Any]:
+    """The cuBLASLt in use: ``version``, ``path``, and ``unavailable`` (a reason) where there is none."""
+    return _control("library")
+
+
+def backends() -> list[Backend]:
+    """What this machine can run and, for what it can't, why. Probes each GPU with a small gemm."""
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    rows = []
+    if not gpus:
+        rows += [Backend(rung, "cuda", False, _why_no_gpu()) for rung in RUNGS[:-1]]
+    for index in gpus:
+        # The last dimensions fill any chip, so that a pin is not refused for its size alone.
+        plan = explain(8192, 8192, 4096, device=index)
+        reasons: dict[str, list[str]] = {}
+        for refusal in plan.refusals:
+            reasons.setdefault(refusal.rung, []).append(refusal.reason)
+        for rung in RUNGS[:-1]:
+            taken = plan.rung is not None and RUNGS.index(plan.rung) <= RUNGS.index(rung)
+            available = rung not in reasons and taken
+            rows.append(Backend(rung, f"cuda:{index}", available, "; ".join(reasons.get(rung, ()))))
+    return [*rows, Backend("cpu", "cpu", True)]
+
+
+def _start() -> None:
+    """At import: where nvidia-cublas keeps its library, and the pins that NVFP4_PINS names."""
+    spec = find_spec("nvidia")
+    for base in (spec.submodule_search_locations or ()) if spec else ():
+        candidate = Path(base) / "cu13" / "lib" / "libcublasLt.so.13"
+        if candidate.exists():
+            _control(f"fallback {candidate}")
+            break
+    pin_file = os.environ.get("NVFP4_PINS")
+    if not pin_file:
+        return
+    import warnings
+
+    try:
+        report = load_pins(pin_file)
+    except (OSError, ValueError) as error:
+        warnings.warn(f"NVFP4_PINS ignored: {error}", stacklevel=2)
+        return
+    if report.refused:
+        warnings.warn(f"NVFP4_PINS: {report}", stacklevel=2)

@@ -1,0 +1,99 @@
+"""A cuBLASLt that needs no GPU: builds `fake_cublaslt.cpp` and drives it.
+
+    fake = Fake()                       # the double of a GB10's library, reset
+    fake.configure(check_status=15)     # the next AlgoChecks say NOT_SUPPORTED
+    planner = _cublaslt.Planner(fake.path)
+    fake.calls("cublasLtMatmulAlgoCheck")
+"""
+
+import ctypes
+import functools
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("fake_cublaslt.cpp")
+
+# cublasStatus_t
+SUCCESS, NOT_INITIALIZED, ALLOC_FAILED = 0, 1, 3
+INVALID_VALUE, ARCH_MISMATCH = 7, 8
+EXECUTION_FAILED, INTERNAL_ERROR, NOT_SUPPORTED = 13, 14, 15
+
+
+def cublas_package():
+    """Folder of the installed nvidia-cublas, the parent of its include/ and lib/, or None."""
+    spec = find_spec("nvidia")
+    for base in spec.submodule_search_locations if spec else ():
+        if (Path(base) / "cu13" / "include" / "cublasLt.h").exists():
+            return Path(base) / "cu13"
+    return None
+
+
+def header():
+    """Path of the cublasLt.h to build against."""
+    package = cublas_package()
+    roots = [package] if package else []
+    roots += [Path(home) for home in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if home]
+    for root in roots:
+        path = root / "include" / "cublasLt.h"
+        if path.exists():
+            return path
+    raise FileNotFoundError("no cublasLt.h: install nvidia-cublas>=13.0,<14 or set CUDA_HOME")
+
+
+@functools.cache
+def build(*defines):
+    """Path of the double, compiled once per content: `build("FAKE_WITHOUT_ALGO_CHECK")`."""
+    include = header().parent
+    content = SOURCE.read_bytes() + header().read_bytes() + repr(defines).encode()
+    digest = hashlib.sha256(content).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"nvfp4_fake_cublaslt_{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    library = folder / f"libfake_cublasLt_{digest}.so"
+    if not library.exists():
+        partial = library.with_suffix(f".{os.getpid()}")
+        command = [os.environ.get("CXX", "g++"), "-std=c++17", "-O2", "-Wall", "-Wextra"]
+        # -Bsymbolic: its calls to itself stay inside, also beside the real library.
+        command += ["-shared", "-fPIC", "-fvisibility=hidden", "-Wl,-Bsymbolic"]
+        command += [f"-D{define}" for define in defines]
+        command += [f"-I{include}", str(SOURCE), "-o", str(partial)]
+        subprocess.run(command, check=True)
+        partial.rename(library)
+    return library
+
+
+class Fake:
+    """One instance of the double. `own=True`: a copy with its own state, beside the shared one."""
+
+    def __init__(self, *defines, own=None):
+        path = build(*defines)
+        if own is not None:  # the loader tells libraries apart by file
+            path = shutil.copy(path, own)
+        self.path = str(path)
+        self._library = ctypes.CDLL(self.path)
+        self._library.fake_records.restype = ctypes.c_char_p
+        self.reset()
+
+    def reset(self):
+        self._library.fake_reset()
+
+    def configure(self, **settings):
+        for key, value in settings.items():
+            if self._library.fake_configure(key.encode(), str(value).encode()) != 0:
+                raise KeyError(key)
+
+    def records(self):
+        """Every call so far, in order: a list of dicts."""
+        return json.loads(self._library.fake_records())
+
+    def live(self):
+        """Descriptors created and not yet destroyed."""
+        return self._library.fake_live()
+
+    def calls(self, name):
+        return [record for record in self.records() if record["call"] == name]
