@@ -52,6 +52,36 @@ struct SwizzleParams {
   int64_t cols = 0;  // scales a row, k / kBlockSize
 };
 
+// One side of a GEMM, rows along M or N: packed NVFP4 with its block scales, or dense where `scale`
+// is null.
+struct Operand {
+  const void* data = nullptr;
+  const uint8_t* scale = nullptr;
+  bool swizzled = true;           // of packed scales: 128x4 tiles, else row-major
+  DType type = DType::kBFloat16;  // of dense data
+  int64_t row_stride = 0;         // elements of a dense row; a packed row has k of them
+};
+
+// One gemm a group, the groups' sizes on the operands' device: see grouped_gemm in ops.py.
+struct GroupedGemmParams {
+  Operand a;  // ragged M: (a_rows, k); ragged K: (m, k)
+  Operand b;  // ragged M: `groups` times (n, k); ragged K: (n, k)
+  bool ragged_k = false;
+  const int32_t* offs = nullptr;  // (groups,) cumulative ends, of rows or of columns along K
+  int64_t groups = 0;
+  int64_t m = 0, n = 0, k = 0;  // m: rows of the problem, after gather; k: of all groups together
+  int64_t a_rows = 0;
+  const int32_t* gather = nullptr;   // (m,): row i of the problem is a's row gather[i]
+  const int32_t* scatter = nullptr;  // (m,): its result goes to row scatter[i], -1 drops it
+  const float* gamma = nullptr;      // (m,): scales row i after bias
+  Scalar alpha;
+  const float* group_alpha = nullptr;  // (groups,), in alpha's stead
+  const void* bias = nullptr;          // (groups, n)
+  DType bias_type = DType::kFloat32;
+  void* out = nullptr;  // ragged M: (m, n), zeroed by the kernel; ragged K: (groups, m, n)
+  DType out_type = DType::kBFloat16;
+};
+
 // D (m, n) = out(alpha * A (m, k) . B (n, k)^T + bias)
 struct GemmParams {
   // A: packed NVFP4 with 128x4 scales, or dense where a_scale is null.
@@ -98,6 +128,8 @@ void swizzle_scales(const SwizzleParams& p);
 void unswizzle_scales(const SwizzleParams& p);
 void global_scale(const AmaxParams& p);
 void gemm(const GemmParams& p);
+// std::invalid_argument names an offset or index that is out of range; nothing is written then.
+void grouped_gemm(const GroupedGemmParams& p);
 }  // namespace cpu
 
 namespace cuda {

@@ -44,6 +44,11 @@ def fp32_from_hex(words: list[str]) -> Tensor:
     return fp32_from_bits([int(w, 16) for w in words])
 
 
+def to_hex(tensor: Tensor) -> str:
+    """The bytes of a one-byte dtype, in order."""
+    return bytes(bits(tensor).flatten().tolist()).hex()
+
+
 def bytes_from_hex(text: str, rows: int) -> Tensor:
     return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8).reshape(rows, -1)
 

@@ -13,15 +13,13 @@ from compare import (
     bits,
     bytes_from_hex,
     every_bf16,
-    fp32_from_bits,
     fp32_from_hex,
     make_input,
     neighbours,
     random_operand,
+    to_hex,
 )
 from helpers import poison
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 import nvfp4_linear  # noqa: F401  (registers torch.ops.nvfp4)
 from nvfp4_linear import reference
@@ -30,11 +28,6 @@ ops = torch.ops.nvfp4
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 RAGGED = [(1, 16), (5, 48), (33, 80), (127, 128), (129, 144), (300, 32)]  # rows, K
 FINITE_SCALES = {"lowest": 0x00, "highest": 0x7E}
-few_examples = settings(
-    max_examples=50,
-    deadline=None,  # a shared machine stalls now and then
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
 
 
 def on(device: str, *values):
@@ -157,23 +150,6 @@ def test_quantize_no_rows(device):
     assert_same_bytes(ops.global_scale(x.to(device)), torch.tensor(1.0))
 
 
-fp32_patterns = st.one_of(
-    st.integers(0, 2**32 - 1),
-    st.sampled_from([0, 1 << 31, 1, 0x7F800000, 0xFF800000, 0x7FC00000, 0x7F7FFFFF, 0x00800000]),
-    st.integers(0x3E000000, 0x41000000),  # 0.125 … 8: where E2M1's boundaries are at s = 1
-)
-
-
-@few_examples
-@given(data=st.data())
-def test_quantize_any_block(device, data):
-    """Any FP32 patterns, any usable global scale."""
-    count = data.draw(st.integers(1, 3))
-    words = data.draw(st.lists(fp32_patterns, min_size=16 * count, max_size=16 * count))
-    g = fp32_from_bits([data.draw(st.integers(1, 0x7F7FFFFF))])
-    check_quantize(fp32_from_bits(words)[None], g, device, swizzled=data.draw(st.booleans()))
-
-
 # --- global scale
 
 
@@ -213,6 +189,19 @@ def test_bad_global_scale(device, bad):
                 call()
         else:
             assert (bits(call()[1]) == 0x7F).all(), name
+    for op in (ops.quantize, ops.swiglu_quantize):  # beside a GPU's operands, a host scalar
+        with pytest.raises(Exception, match="global_scale"):
+            op(arguments[0], torch.tensor(bad))
+
+
+def test_host_scalar_beside_device_operands(device):
+    x = make_input("normal", 5, 64, torch.bfloat16)
+    data, scale = reference.quantize(x, 0.37)
+    g = torch.tensor(0.37)
+    assert_same_bytes(ops.quantize(x.to(device), g)[0], data, "data")
+    assert_same_bytes(ops.quantize(x.to(device), g)[1], scale, "block_scale")
+    decoded = ops.dequantize(*on(device, data, scale), g)
+    assert_same_bytes(decoded, reference.dequantize(data, scale, g), "dequantize")
 
 
 # --- SwiGLU producer
@@ -249,9 +238,8 @@ def swiglu_blocks(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 def gates_for_silu() -> torch.Tensor:
     rng = torch.Generator().manual_seed(5)
-    spread = torch.rand(60_000, generator=rng)
-    bf16 = every_bf16().float()
-    return torch.cat((bf16, spread * 160 - 115, torch.randn(60_000, generator=rng) * 4))
+    spread = torch.rand(20_000, generator=rng) * 160 - 115
+    return torch.cat((every_bf16().float(), spread, torch.randn(20_000, generator=rng) * 4))
 
 
 def test_every_bit_of_silu_shows_in_the_codes(device):
@@ -263,10 +251,9 @@ def test_every_bit_of_silu_shows_in_the_codes(device):
     usable = up.isfinite() & (up != 0)
     up = neighbours(up[usable])
     gate_up = swiglu_blocks(gate[usable].repeat(3), up)
-    codes = reference.swiglu_quantize(gate_up, swizzled=False)[0]
-    nudged = gate_up.clone()  # the promise of this test, checked: one ulp of h changes many codes
-    nudged[:, 16:] = torch.nextafter(nudged[:, 16:], torch.tensor(torch.inf))
-    other = reference.swiglu_quantize(nudged, swizzled=False)[0]
+    sample = gate_up[::20]  # the premise: one ulp of h changes many codes
+    nudged = torch.cat((sample[:, :16], torch.nextafter(sample[:, 16:], torch.tensor(9e9))), dim=1)
+    codes, other = (reference.swiglu_quantize(t, swizzled=False)[0] for t in (sample, nudged))
     assert (codes != other).float().mean() > 0.2
     check_swiglu(gate_up, None, device, swizzled=False)
 
@@ -282,14 +269,6 @@ def test_silu_underflow_and_specials(device):
         gate_up = torch.cat((gate, torch.full_like(gate, up)), dim=1)
         for g in (2.0**-149, 2.0**-140, 2.0**-126, 1.0):
             check_swiglu(gate_up, torch.tensor(g), device)
-
-
-@few_examples
-@given(data=st.data())
-def test_swiglu_any_block(device, data):
-    words = data.draw(st.lists(fp32_patterns, min_size=32, max_size=32))
-    g = fp32_from_bits([data.draw(st.integers(1, 0x7F7FFFFF))])
-    check_swiglu(fp32_from_bits(words)[None], g, device)
 
 
 # --- dequantize
@@ -406,8 +385,8 @@ def test_golden_quantize(device, case):
     arguments = on(device, x, g)
     poison(device)
     data, scale = ops.quantize(*arguments, swizzled=False)
-    assert bits(data).numpy().tobytes().hex() == case["data"]
-    assert bits(scale).numpy().tobytes().hex() == case["block_scale"]
+    assert to_hex(data) == case["data"]
+    assert to_hex(scale) == case["block_scale"]
 
 
 @pytest.mark.parametrize("case", GOLDEN["gemm"], ids=lambda c: f"{c['m']}x{c['n']}x{c['k']}")
@@ -572,23 +551,6 @@ def test_gemm_strided_operands():
     scale = b_scale.view(torch.uint8).t().contiguous().t().view(torch.float8_e4m3fn)
     bias = torch.zeros(40)[::2]
     assert_same_bytes(ops.gemm(wide[::2, 4:36], transposed, a_scale, scale, None, bias), expected)
-
-
-@few_examples
-@given(data=st.data())
-def test_gemm_any_operands(data):
-    m, n, blocks = (data.draw(st.integers(1, top)) for top in (20, 40, 12))
-    lowest = data.draw(st.integers(0, 0x7E))
-    scales = {"lowest": lowest, "highest": data.draw(st.integers(lowest, 0x7F))}
-    operands = gemm_operands(m, n, 16 * blocks, data.draw(st.integers(0, 10_000)), **scales)
-    alpha = data.draw(st.one_of(st.none(), st.floats(width=32, allow_nan=False)))
-    bias = data.draw(st.one_of(st.none(), st.floats(width=32, allow_nan=False)))
-    check_gemm(
-        operands,
-        None if alpha is None else torch.tensor(alpha),
-        None if bias is None else torch.full((n,), bias),
-        data.draw(st.sampled_from(DTYPES)),
-    )
 
 
 # --- dense activation

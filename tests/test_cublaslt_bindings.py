@@ -89,8 +89,7 @@ def test_nvfp4_matmul(planner, m, n, k, out, bias):
     a, b = Packed(rng, m, k), Packed(rng, n, k)
     bias_values = rng.integers(-8, 9, n).astype(np.float32)
     bias_bytes = aligned(ENCODE[bias](bias_values)) if bias else None
-    d = aligned(np.full((m, n), 0x7F7F7F7F, np.uint32 if out == "fp32" else np.uint32))
-    d = aligned(np.full((m, n), 0x7F7F, np.uint16)) if out != "fp32" else d
+    d = aligned(np.full((m, n), 0x7F7F, np.uint32 if out == "fp32" else np.uint16))
 
     problem = lt.Problem("nvfp4", m, n, k, GB10, out=out, bias=bias)
     plan = launch(planner, problem, a, b, d, bias=bias_bytes, alpha=0.125)

@@ -5,7 +5,6 @@ format.md has its own policy (zero blocks, underflow, −0, Inf, NaN) is asserte
 torchao multiplies by a reciprocal: it may differ where the quotient is a hair beside a tie, nowhere else.
 """
 
-import numpy as np
 import pytest
 import torch
 from compare import TIES, assert_same_bytes, bits, every_bf16, make_input, neighbours
@@ -13,6 +12,7 @@ from compare import TIES, assert_same_bytes, bits, every_bf16, make_input, neigh
 import nvfp4_linear  # noqa: F401  (registers torch.ops.nvfp4)
 from nvfp4_linear import reference
 
+np = pytest.importorskip("numpy", reason="needs numpy")
 EXTRA = "needs the extra [oracles]: pip install nvfp4_linear[oracles]"
 DTYPES = [torch.bfloat16, torch.float32, torch.float16]
 PLAIN = [  # name, dtype: no block underflows under the tensor's own global scale

@@ -5,17 +5,19 @@
 // a 64-bit fixed-point accumulator. Every step is exact, so tiling, threads and instruction set
 // cannot change a byte.
 //
-// Dense A (BF16 or FP16): products are exact in FP64 and are added in FP64 in the order of k, the
+// One dense operand (BF16 or FP16): products are exact in FP64 and are added in FP64 in the order of k, the
 // same at every tiling. That is exact while a row's partial sums span at most 53 bits, and else off
 // by at most K * 2^-53 of sum |a b|, before the one rounding to FP32.
 //
 // NaN block scales are kept out of the arithmetic: a row or column that has one is NaN, by flag.
 #include <algorithm>
 #include <cstdlib>
+#include <cstring>
 #include <string>
 #include <type_traits>
 #include <vector>
 
+#include "../check.h"
 #include "floats.h"
 #include "parallel.h"
 
@@ -100,42 +102,66 @@ struct PairTable {
 };
 const PairTable kPairs;
 
-struct PackedOperand {
-  const uint8_t* data;
-  const uint8_t* scale;
-  int64_t k, tiles_per_row;
+// One product: D's rows and A's rows may be anywhere; K may be a slice of longer rows.
+struct Product {
+  Operand a, b;
+  const int32_t* a_row = nullptr;    // row i of the product is A's row a_row[i]
+  const int32_t* out_row = nullptr;  // and D's row out_row[i], none where negative
+  int64_t a_row_begin = 0, out_row_begin = 0;  // where they are null: row i + begin
+  int64_t m = 0, n = 0;
+  int64_t k_begin = 0, k = 0;  // columns [k_begin, k_begin + k) of rows that are k_total long
+  int64_t k_total = 0;
+  float alpha = 1.0f;
+  const void* bias = nullptr;
+  DType bias_type = DType::kFloat32;
+  const float* gamma = nullptr;
+  void* out = nullptr;
+  DType out_type = DType::kBFloat16;
+};
 
-  PackedOperand(const void* data, const uint8_t* scale, int64_t k)
-      : data(static_cast<const uint8_t*>(data)),
-        scale(scale),
-        k(k),
-        tiles_per_row(round_up(k / kBlockSize, kTileCols) / kTileCols) {}
+// Reads an operand's rows as Value (float or double), a block of 16 along K at a time.
+struct Reader {
+  const Operand& operand;
+  int64_t k_total, tiles_per_row;
 
-  // The 16 values of block c of `row`, `stride` floats apart. Gives whether the block scale is NaN;
+  Reader(const Operand& operand, int64_t k_total)
+      : operand(operand),
+        k_total(k_total),
+        tiles_per_row(round_up(k_total / kBlockSize, kTileCols) / kTileCols) {}
+
+  // The 16 values of block c of `row`, `stride` values apart. Gives whether the block scale is NaN;
   // the values are then 0.
   template <typename Value>
-  bool decode_block(int64_t row, int64_t c, Value* out, int64_t stride) const {
-    const float s = e4m3_to_float(scale[swizzled_offset(row, c, tiles_per_row)]);
+  bool read(int64_t row, int64_t c, Value* out, int64_t stride) const {
+    if (operand.scale == nullptr) {
+      if (operand.type == DType::kBFloat16) return read_dense<BFloat16>(row, c, out, stride);
+      return read_dense<Float16>(row, c, out, stride);
+    }
+    const int64_t offset = operand.swizzled ? swizzled_offset(row, c, tiles_per_row)
+                                            : row * (k_total / kBlockSize) + c;
+    const float s = e4m3_to_float(operand.scale[offset]);
     const bool nan = s != s;
     const float factor = nan ? 0.0f : s;
-    const uint8_t* in = data + row * (k / 2) + c * kBlockBytes;
+    const uint8_t* in =
+        static_cast<const uint8_t*>(operand.data) + row * (k_total / 2) + c * kBlockBytes;
     for (int i = 0; i < kBlockBytes; ++i) {
       out[2 * i * stride] = kPairs.value[in[i]][0] * factor;
       out[(2 * i + 1) * stride] = kPairs.value[in[i]][1] * factor;
     }
     return nan;
   }
+
+  template <typename T, typename Value>
+  bool read_dense(int64_t row, int64_t c, Value* out, int64_t stride) const {
+    const auto* in = static_cast<const typename T::Storage*>(operand.data) +
+                     row * operand.row_stride + c * kBlockSize;
+    for (int i = 0; i < kBlockSize; ++i) out[i * stride] = T::load(in[i]);
+    return false;
+  }
 };
 
-// Values [k0, k0 + depth) of a dense row.
-template <typename T, typename Value>
-void load_dense(const GemmParams& p, int64_t row, int64_t k0, int64_t depth, Value* out) {
-  const auto* in = static_cast<const typename T::Storage*>(p.a) + row * p.a_row_stride + k0;
-  for (int64_t i = 0; i < depth; ++i) out[i] = T::load(in[i]);
-}
-
-// One thread's tile of D, rows [m0, m0 + rows) and columns [n0, n0 + cols). Value: what operands are
-// decoded to, float for packed A (exact tiles), double for dense A (ordered tiles).
+// One thread's tiles of D. Value: what operands are decoded to, float where both are packed (exact
+// tiles), double where one is dense (ordered tiles).
 template <typename Value>
 class TileWorker {
  public:
@@ -143,62 +169,60 @@ class TileWorker {
   // Exact: units of 2^-20. Ordered: the FP64 sum itself.
   using Total = std::conditional_t<kExact, int64_t, double>;
 
-  explicit TileWorker(const GemmParams& p)
-      : p_(p),
-        kernels_(tile_kernels()),
-        max_rows_(round_up(std::min(p.m, kTileM), kernels_.rows)),
-        max_cols_(round_up(std::min(p.n, kTileN), kPanelCols)),
-        a_(max_rows_ * std::min(p.k, kChunkK)),
-        b_(max_cols_ * std::min(p.k, kChunkK)),
-        totals_(max_rows_ * max_cols_) {}
+  // For products of at most `m` x `n` x `k`.
+  TileWorker(int64_t m, int64_t n, int64_t k)
+      : kernels_(tile_kernels()),
+        max_rows_(round_up(std::min(m, kTileM), kernels_.rows)),
+        a_(max_rows_ * std::min(k, kChunkK)),
+        b_(round_up(std::min(n, kTileN), kPanelCols) * std::min(k, kChunkK)),
+        totals_(max_rows_ * round_up(std::min(n, kTileN), kPanelCols)) {}
 
-  void compute(int64_t m0, int64_t rows, int64_t n0, int64_t cols) {
+  // Rows [m0, m0 + rows) and columns [n0, n0 + cols) of p's D.
+  void compute(const Product& p, int64_t m0, int64_t rows, int64_t n0, int64_t cols) {
     a_nan_.assign(rows, 0);
     b_nan_.assign(cols, 0);
     std::fill(totals_.begin(), totals_.end(), 0);
-    for (int64_t k0 = 0; k0 < p_.k; k0 += kChunkK) {
-      const int64_t depth = std::min(kChunkK, p_.k - k0);
-      load_a(m0, rows, k0, depth);
-      load_b(n0, cols, k0, depth);
+    for (int64_t k0 = 0; k0 < p.k; k0 += kChunkK) {
+      const int64_t depth = std::min(kChunkK, p.k - k0);
+      const int64_t block = (p.k_begin + k0) / kBlockSize;
+      load_a(p, m0, rows, block, depth);
+      load_b(p, n0, cols, block, depth);
       for (int64_t panel = 0; panel * kPanelCols < cols; ++panel) {
         for (int64_t r = 0; r < rows; r += kernels_.rows) multiply(r, panel, depth);
       }
     }
-    store(m0, rows, n0, cols);
+    store(p, m0, rows, n0, cols);
   }
 
  private:
-  void load_a(int64_t m0, int64_t rows, int64_t k0, int64_t depth) {
-    const PackedOperand packed(p_.a, p_.a_scale, p_.k);
+  void load_a(const Product& p, int64_t m0, int64_t rows, int64_t block, int64_t depth) {
+    const Reader reader(p.a, p.k_total);
     const int64_t padded = round_up(rows, kernels_.rows);
     for (int64_t r = 0; r < padded; ++r) {
       Value* out = a_.data() + r * depth;
       if (r >= rows) {
         std::fill(out, out + depth, Value{0});
-      } else if (kExact) {
-        for (int64_t c = 0; c < depth / kBlockSize; ++c) {
-          a_nan_[r] |= packed.decode_block(m0 + r, k0 / kBlockSize + c, out + c * kBlockSize, 1);
-        }
-      } else if (p_.a_type == DType::kBFloat16) {
-        load_dense<BFloat16>(p_, m0 + r, k0, depth, out);
-      } else {
-        load_dense<Float16>(p_, m0 + r, k0, depth, out);
+        continue;
+      }
+      const int64_t row = p.a_row ? p.a_row[m0 + r] : p.a_row_begin + m0 + r;
+      for (int64_t c = 0; c < depth / kBlockSize; ++c) {
+        a_nan_[r] |= reader.read(row, block + c, out + c * kBlockSize, 1);
       }
     }
   }
 
-  void load_b(int64_t n0, int64_t cols, int64_t k0, int64_t depth) {
-    const PackedOperand packed(p_.b, p_.b_scale, p_.k);
+  void load_b(const Product& p, int64_t n0, int64_t cols, int64_t block, int64_t depth) {
+    const Reader reader(p.b, p.k_total);
     for (int64_t panel = 0; panel * kPanelCols < cols; ++panel) {
       // By block, then by column: the block's 16 rows of the panel stay in L1 as columns fill them.
-      for (int64_t block = 0; block < depth / kBlockSize; ++block) {
-        Value* out = b_.data() + (panel * depth + block * kBlockSize) * kPanelCols;
-        for (int64_t i = 0; i < kPanelCols; ++i) {
-          const int64_t c = panel * kPanelCols + i;
+      for (int64_t i = 0; i < depth / kBlockSize; ++i) {
+        Value* out = b_.data() + (panel * depth + i * kBlockSize) * kPanelCols;
+        for (int64_t j = 0; j < kPanelCols; ++j) {
+          const int64_t c = panel * kPanelCols + j;
           if (c < cols) {
-            b_nan_[c] |= packed.decode_block(n0 + c, k0 / kBlockSize + block, out + i, kPanelCols);
+            b_nan_[c] |= reader.read(n0 + c, block + i, out + j, kPanelCols);
           } else {
-            for (int k = 0; k < kBlockSize; ++k) out[k * kPanelCols + i] = 0;
+            for (int k = 0; k < kBlockSize; ++k) out[k * kPanelCols + j] = 0;
           }
         }
       }
@@ -229,55 +253,180 @@ class TileWorker {
     return static_cast<float>(total) * (kExact ? 1.0f / (1 << kProductFractionBits) : 1.0f);
   }
 
-  void store(int64_t m0, int64_t rows, int64_t n0, int64_t cols) const {
+  void store(const Product& p, int64_t m0, int64_t rows, int64_t n0, int64_t cols) const {
     std::vector<float> bias(cols, 0.0f);
-    if (p_.bias) {
-      dispatch_float(p_.bias_type, [&](auto type) {
+    if (p.bias) {
+      dispatch_float(p.bias_type, [&](auto type) {
         using T = decltype(type);
-        const auto* in = static_cast<const typename T::Storage*>(p_.bias) + n0;
+        const auto* in = static_cast<const typename T::Storage*>(p.bias) + n0;
         for (int64_t c = 0; c < cols; ++c) bias[c] = T::load(in[c]);
       });
     }
-    dispatch_float(p_.out_type, [&](auto type) {
+    dispatch_float(p.out_type, [&](auto type) {
       using T = decltype(type);
       for (int64_t r = 0; r < rows; ++r) {
-        auto* out = static_cast<typename T::Storage*>(p_.out) + (m0 + r) * p_.n + n0;
+        const int64_t row = p.out_row ? p.out_row[m0 + r] : p.out_row_begin + m0 + r;
+        if (row < 0) continue;
+        auto* out = static_cast<typename T::Storage*>(p.out) + row * p.n + n0;
         for (int64_t c = 0; c < cols; ++c) {
-          out[c] = T::store(fma_rn(p_.alpha.value, accumulated(r, c), bias[c]));
+          const float value = fma_rn(p.alpha, accumulated(r, c), bias[c]);
+          out[c] = T::store(p.gamma ? p.gamma[m0 + r] * value : value);
         }
       }
     });
   }
 
-  const GemmParams& p_;
   const TileKernels& kernels_;
-  const int64_t max_rows_, max_cols_;  // rounded up to a register tile's
-  std::vector<Value> a_;  // (rows, depth), decoded
-  std::vector<Value> b_;  // panels of (depth, kPanelCols), decoded
+  const int64_t max_rows_;  // rounded up to a register tile's
+  std::vector<Value> a_;    // (rows, depth), decoded
+  std::vector<Value> b_;    // panels of (depth, kPanelCols), decoded
   std::vector<Total> totals_;
   std::vector<uint8_t> a_nan_, b_nan_;
 };
 
+// All tiles of all products, shared out over the threads.
 template <typename Value>
-void gemm_tiles(const GemmParams& p) {
-  const int64_t tiles_m = round_up(p.m, kTileM) / kTileM, tiles_n = round_up(p.n, kTileN) / kTileN;
-  parallel_for(tiles_m * tiles_n, 1, [&](int64_t begin, int64_t end) {
-    TileWorker<Value> worker(p);
-    for (int64_t tile = begin; tile < end; ++tile) {
-      const int64_t m0 = tile % tiles_m * kTileM, n0 = tile / tiles_m * kTileN;
-      worker.compute(m0, std::min(kTileM, p.m - m0), n0, std::min(kTileN, p.n - n0));
+void multiply_tiles(const std::vector<Product>& products) {
+  struct Tile {
+    const Product* product;
+    int64_t m0, n0;
+  };
+  std::vector<Tile> tiles;
+  int64_t m = 0, n = 0, k = 0;
+  for (const Product& p : products) {
+    m = std::max(m, p.m);
+    n = std::max(n, p.n);
+    k = std::max(k, p.k);
+    for (int64_t n0 = 0; n0 < p.n; n0 += kTileN) {
+      for (int64_t m0 = 0; m0 < p.m; m0 += kTileM) tiles.push_back({&p, m0, n0});
+    }
+  }
+  parallel_for(static_cast<int64_t>(tiles.size()), 1, [&](int64_t begin, int64_t end) {
+    TileWorker<Value> worker(m, n, k);
+    for (int64_t i = begin; i < end; ++i) {
+      const Product& p = *tiles[i].product;
+      const int64_t m0 = tiles[i].m0, n0 = tiles[i].n0;
+      worker.compute(p, m0, std::min(kTileM, p.m - m0), n0, std::min(kTileN, p.n - n0));
     }
   });
+}
+
+void multiply(const std::vector<Product>& products, const Operand& a, const Operand& b) {
+  if (a.scale && b.scale) {
+    multiply_tiles<float>(products);
+  } else {
+    multiply_tiles<double>(products);
+  }
+}
+
+// Offsets and indices come from the user: all are checked before anything is written.
+void check_groups(const GroupedGemmParams& p) {
+  const int64_t end = p.ragged_k ? p.k : p.m, unit = p.ragged_k ? kBlockSize : 1;
+  int64_t previous = 0;
+  for (int64_t e = 0; e < p.groups; ++e) {
+    NVFP4_CHECK(p.offs[e] >= previous && p.offs[e] <= end && p.offs[e] % unit == 0, "offs[", e,
+                "] must be a multiple of ", unit, " in [", previous, ", ", end, "], got ",
+                p.offs[e], ": offs are cumulative ends along ", p.ragged_k ? "K" : "M");
+    previous = p.offs[e];
+  }
+  for (int64_t i = 0; p.gather && i < p.m; ++i) {
+    NVFP4_CHECK(p.gather[i] >= 0 && p.gather[i] < p.a_rows, "gather[", i, "] must be in [0, ",
+                p.a_rows, "), got ", p.gather[i]);
+  }
+  for (int64_t i = 0; p.scatter && i < p.m; ++i) {
+    NVFP4_CHECK(p.scatter[i] >= -1 && p.scatter[i] < p.m, "scatter[", i, "] must be in [-1, ", p.m,
+                "), got ", p.scatter[i], ": -1 drops the row");
+  }
+}
+
+const char* advance(const void* base, int64_t bytes) {
+  return static_cast<const char*>(base) + bytes;
+}
+
+int64_t bytes_of(DType type) { return type == DType::kFloat32 ? 4 : 2; }
+
+// Operand `group` of a stack of `rows` x `k`.
+Operand operand_of_group(const Operand& stack, int64_t group, int64_t rows, int64_t k) {
+  Operand one = stack;
+  if (stack.scale == nullptr) {
+    one.data = advance(stack.data, group * rows * stack.row_stride * bytes_of(stack.type));
+    return one;
+  }
+  const int64_t cols = k / kBlockSize;
+  one.data = advance(stack.data, group * rows * (k / 2));
+  one.scale += group * (stack.swizzled ? round_up(rows, kTileRows) * round_up(cols, kTileCols)
+                                       : rows * cols);
+  return one;
+}
+
+// Rows [begin, ...) of a ragged-M problem, through gather and scatter.
+void set_rows(const GroupedGemmParams& p, int64_t begin, Product* product) {
+  product->a = p.a;
+  product->out = p.out;
+  if (p.gamma) product->gamma = p.gamma + begin;
+  if (p.gather) {
+    product->a_row = p.gather + begin;
+  } else {
+    product->a_row_begin = begin;
+  }
+  if (p.scatter) {
+    product->out_row = p.scatter + begin;
+  } else {
+    product->out_row_begin = begin;
+  }
 }
 
 }  // namespace
 
 void gemm(const GemmParams& p) {
-  if (p.a_scale) {
-    gemm_tiles<float>(p);
-  } else {
-    gemm_tiles<double>(p);
+  const Operand a{p.a, p.a_scale, true, p.a_type, p.a_row_stride};
+  const Operand b{p.b, p.b_scale};
+  Product product;
+  product.a = a;
+  product.b = b;
+  product.m = p.m;
+  product.n = p.n;
+  product.k = product.k_total = p.k;
+  product.alpha = p.alpha.value;
+  product.bias = p.bias;
+  product.bias_type = p.bias_type;
+  product.out = p.out;
+  product.out_type = p.out_type;
+  multiply({product}, a, b);
+}
+
+void grouped_gemm(const GroupedGemmParams& p) {
+  check_groups(p);
+  const int64_t out_bytes = bytes_of(p.out_type);
+  if (!p.ragged_k) std::memset(p.out, 0, static_cast<size_t>(p.m * p.n * out_bytes));
+  std::vector<Product> products;
+  for (int64_t e = 0; e < p.groups; ++e) {
+    const int64_t begin = e ? p.offs[e - 1] : 0, size = p.offs[e] - begin;
+    Product product;
+    product.n = p.n;
+    product.k_total = p.k;
+    product.alpha = p.group_alpha ? p.group_alpha[e] : p.alpha.value;
+    if (p.bias) product.bias = advance(p.bias, e * p.n * bytes_of(p.bias_type));
+    product.bias_type = p.bias_type;
+    product.out_type = p.out_type;
+    product.gamma = p.gamma;
+    if (p.ragged_k) {
+      product.a = p.a;
+      product.b = p.b;
+      product.m = p.m;
+      product.k_begin = begin;
+      product.k = size;
+      product.out = const_cast<char*>(advance(p.out, e * p.m * p.n * out_bytes));
+    } else {
+      if (size == 0) continue;
+      product.b = operand_of_group(p.b, e, p.n, p.k);
+      product.m = size;
+      product.k = p.k;
+      set_rows(p, begin, &product);
+    }
+    products.push_back(product);
   }
+  multiply(products, p.a, p.b);
 }
 
 }  // namespace nvfp4::cpu

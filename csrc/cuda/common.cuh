@@ -85,6 +85,14 @@ __device__ __forceinline__ float load_as_float(const void* base, DType type, int
   }
 }
 
+// prmt: selector nibble i picks byte i of the result among a's four bytes and b's; bit 3 of a
+// nibble repeats that byte's top bit instead.
+__device__ __forceinline__ uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
+  uint32_t r;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(selector));
+  return r;
+}
+
 // max that a NaN operand turns into NaN.
 __device__ __forceinline__ float max_nan(float a, float b) {
   float r;

@@ -305,6 +305,7 @@ uint16_t encode_half(float value) {
   if (std::isnan(value)) return 0x7E00;
   const uint16_t sign = std::signbit(value) ? 0x8000 : 0;
   const float magnitude = std::fabs(value);
+  if (magnitude == 0) return sign;
   if (magnitude >= 65520) return sign | 0x7C00;
   int exponent;
   std::frexp(magnitude, &exponent);

@@ -1,0 +1,150 @@
+// The dynamic global scale on a GPU: g = max(fl32(amax / 2688), 2^-126), 1 where amax is 0.
+//
+// amax is over the finite elements. A maximum does not depend on the order it is taken in, so the
+// result is the same from run to run. Pass one leaves a maximum per block in the scratch memory,
+// pass two reduces those; a tensor that one block reads quickly needs no second pass.
+#include "common.cuh"
+
+namespace nvfp4::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / kWarpSize;
+constexpr int kMaxBlocks = 2048;  // floats of scratch memory
+constexpr int kBlocksPerSm = 8;
+constexpr int kLaneElements = 8;
+constexpr int kChunkElements = kWarpSize * kLaneElements;
+constexpr int kChunks = 4;  // loads in flight a lane
+constexpr int kStepElements = kChunks * kChunkElements;
+constexpr int64_t kOneBlockSteps = 4 * kWarps;  // up to here a second launch costs more
+
+struct AmaxArgs {
+  const void* x;
+  int64_t row_stride, rows, cols;
+  int64_t steps_per_row;
+  float* partial;  // one a block
+  float* out;      // not null: there is one block, and this is the result
+};
+
+// Of a finite maximum; valid in thread 0.
+__device__ __forceinline__ float block_max(float v) {
+  __shared__ float warps[kWarps];
+  for (int d = kWarpSize / 2; d > 0; d /= 2) v = fmaxf(v, __shfl_xor_sync(kFullWarp, v, d));
+  if (threadIdx.x % kWarpSize == 0) warps[threadIdx.x / kWarpSize] = v;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    for (int i = 1; i < kWarps; ++i) v = fmaxf(v, warps[i]);
+  }
+  return v;
+}
+
+template <typename T>
+__device__ float finite_abs_max(const T* p, int64_t count) {
+  float m = 0.0f;
+  for (int64_t i = 0; i < count; ++i) {
+    const float v = to_float(p[i]);
+    if (is_finite(v)) m = fmaxf(m, fabsf(v));
+  }
+  return m;
+}
+
+template <typename T, bool kAligned>
+__global__ void __launch_bounds__(kThreads) amax_kernel(const AmaxArgs a) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  const int64_t warps = int64_t{gridDim.x} * kWarps;
+  const int64_t steps = a.rows * a.steps_per_row;
+  float m = 0.0f;
+  for (int64_t step = int64_t{blockIdx.x} * kWarps + threadIdx.x / kWarpSize; step < steps;
+       step += warps) {
+    const int64_t row = a.rows == 1 ? 0 : step / a.steps_per_row;
+    const int64_t column = (step - row * a.steps_per_row) * kStepElements + lane * kLaneElements;
+    const T* p = static_cast<const T*>(a.x) + row * a.row_stride + column;
+    const int64_t left = a.cols - column;
+    Raw8<T> raw[kChunks];
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      const bool whole = c * kChunkElements + kLaneElements <= left;
+      raw[c] = whole ? load8<kAligned>(p + c * kChunkElements) : zero8<T>();
+    }
+    float step_max = 0.0f;
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) step_max = max_nan(step_max, raw_abs_max(raw[c]));
+    if (!is_finite(step_max)) {  // rare: look again, at the finite elements only
+      step_max = 0.0f;
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        float v[8];
+        widen(raw[c], v);
+        step_max = fmaxf(step_max, finite_abs_max8(v));
+      }
+    }
+    m = fmaxf(m, step_max);
+    // The row's last few elements, where cols is no multiple of kLaneElements.
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      const int64_t rest = left - c * kChunkElements;
+      if (rest > 0 && rest < kLaneElements) {
+        m = fmaxf(m, finite_abs_max(p + c * kChunkElements, rest));
+      }
+    }
+  }
+  m = block_max(m);
+  if (threadIdx.x == 0) {
+    if (a.out) {
+      *a.out = global_scale_from_amax(m);
+    } else {
+      a.partial[blockIdx.x] = m;
+    }
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    finish_kernel(const float* partial, int blocks, float* out) {
+  float m = 0.0f;
+  for (int i = static_cast<int>(threadIdx.x); i < blocks; i += kThreads) m = fmaxf(m, partial[i]);
+  m = block_max(m);
+  if (threadIdx.x == 0) *out = global_scale_from_amax(m);
+}
+
+}  // namespace
+
+size_t global_scale_scratch_bytes(const AmaxParams&) { return kMaxBlocks * sizeof(float); }
+
+void global_scale(const AmaxParams& p, void* scratch, Stream stream) {
+  AmaxArgs a;
+  a.x = p.x;
+  a.rows = p.rows;
+  a.cols = p.cols;
+  a.row_stride = p.x_row_stride;
+  if (a.row_stride == a.cols && a.rows > 0) {  // contiguous: one long row
+    a.cols *= a.rows;
+    a.rows = 1;
+  }
+  a.steps_per_row = ceil_div(a.cols, kStepElements);
+  a.partial = static_cast<float*>(scratch);
+  const int64_t steps = a.rows * a.steps_per_row;
+  const int64_t most = std::min<int64_t>(int64_t{current_device().sm_count} * kBlocksPerSm,
+                                         kMaxBlocks);
+  const int64_t blocks =
+      steps <= kOneBlockSteps ? 1 : std::min<int64_t>(ceil_div(steps, kWarps), most);
+  a.out = blocks == 1 ? p.out : nullptr;
+  const auto grid = static_cast<unsigned>(blocks);
+  dispatch(p.x_type, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    const bool aligned = is_aligned(p.x, 16) &&
+                         (a.rows <= 1 || p.x_row_stride * static_cast<int64_t>(sizeof(T)) % 16 == 0);
+    if (aligned) {
+      amax_kernel<T, true><<<grid, kThreads, 0, as_stream(stream)>>>(a);
+    } else {
+      amax_kernel<T, false><<<grid, kThreads, 0, as_stream(stream)>>>(a);
+    }
+  });
+  check_launch("global_scale");
+  if (blocks > 1) {
+    finish_kernel<<<1, kThreads, 0, as_stream(stream)>>>(a.partial, static_cast<int>(blocks),
+                                                         p.out);
+    check_launch("global_scale");
+  }
+}
+
+}  // namespace nvfp4::cuda

@@ -1,0 +1,487 @@
+"""The ops of ``torch.ops.nvfp4``, typed, each with its fake and its gradient directly below it.
+
+    x ≈ e2m1 · block_scale · global_scale          D = out(alpha · A · Bᵀ + bias)
+
+A wrapper refuses a wrong type or dtype with a TypeError before the op sees it; shapes and values
+are checked by the op itself (csrc/ops.cpp), and by the fake where an op is only traced: ValueError.
+The raw ops take the same arguments and carry no autograd, which would cost every call several
+microseconds; gradients are the wrappers' business:
+
+    gemm           bias.grad = Σ_rows dY
+    gemm_a16w4     the same, and x.grad = dY · (alpha · B), B decoded
+    the others     an input that requires grad is refused, never answered with a silent None
+
+``data`` is uint8 (or float4_e2m1fn_x2), ``block_scale`` float8_e4m3fn; ``global_scale`` and
+``alpha`` are FP32 tensors of one element, on the operands' device or 0-d on the CPU (then a host
+scalar: no device read). Leading dimensions ``(..., K)`` are rows. Every op is asynchronous on
+CUDA's current stream.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import SymBool, SymInt, Tensor
+
+BLOCK_SIZE = 16  # elements along K that share a block scale
+CODES_PER_BYTE = 2
+TILE_ROWS, TILE_COLS = 128, 4  # of the swizzled scale layout
+
+DENSE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PACKED_DTYPES = (torch.uint8, torch.float4_e2m1fn_x2)
+
+_ops = torch.ops.nvfp4
+
+
+# ------------------------------------------------------------------------------------- arguments
+
+
+def check_dtype(name: str, value: Any, dtypes: tuple[torch.dtype, ...], remedy: str) -> None:
+    """TypeError unless `value` is a tensor of one of `dtypes`."""
+    if isinstance(value, Tensor) and value.dtype in dtypes:
+        return
+    expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a {expected} tensor, got {type(value).__name__}: {remedy}")
+    got = str(value.dtype).removeprefix("torch.")
+    raise TypeError(f"{name}.dtype must be {expected}, got {got}: {remedy}")
+
+
+def check_dense(name: str, value: Any, dtypes: tuple[torch.dtype, ...] = DENSE_DTYPES) -> None:
+    check_dtype(name, value, dtypes, "convert it with .to(torch.bfloat16)")
+
+
+def check_packed(name: str, value: Any) -> None:
+    check_dtype(name, value, PACKED_DTYPES, "quantize it first")
+
+
+def check_scale(name: str, value: Any) -> None:
+    remedy = "view it with .view(torch.float8_e4m3fn) if its bytes are UE4M3"
+    check_dtype(name, value, (torch.float8_e4m3fn,), remedy)
+
+
+def check_scalar(name: str, value: Any) -> None:
+    """An optional FP32 scalar; its bytes are never reinterpreted."""
+    if value is not None:
+        remedy = "torch.tensor(value) of a float makes one, .float() converts a tensor"
+        check_dtype(name, value, (torch.float32,), remedy)
+
+
+def check_bias(value: Any) -> None:
+    if value is not None:
+        check_dense("bias", value)
+
+
+def check_out_dtype(value: Any) -> None:
+    if value is not None and value not in DENSE_DTYPES:
+        raise TypeError(f"out_dtype must be float32, bfloat16 or float16, got {value}")
+
+
+def _requires_grad(value: Tensor | None) -> bool:
+    return value is not None and value.requires_grad
+
+
+def _refuse_gradient(op: str, **inputs: Tensor | None) -> None:
+    """RuntimeError where autograd would expect a gradient that `op` does not have."""
+    if not torch.is_grad_enabled():
+        return
+    for name, value in inputs.items():
+        if _requires_grad(value):
+            raise RuntimeError(
+                f"nvfp4 {op} has no gradient for {name}, which requires one: pass "
+                f"{name}.detach(), call it under torch.no_grad(), or use Nvfp4Linear, whose "
+                f"gradient passes straight through the quantization"
+            )
+
+
+def _require(condition: bool | SymBool, message: Callable[[], str]) -> None:
+    """ValueError unless `condition`; of a symbolic one the tracer keeps a guard or an assertion."""
+    if condition is not True:
+        torch._check_value(condition, message)
+
+
+def _round_up(value: int | SymInt, multiple: int) -> int | SymInt:
+    return (value + multiple - 1) // multiple * multiple
+
+
+def _rows(tensor: Tensor) -> int | SymInt:
+    return math.prod(tensor.shape[:-1])
+
+
+def _require_columns(name: str, tensor: Tensor, multiple: int) -> None:
+    _require(tensor.dim() >= 1, lambda: f"{name} must have at least one dimension, got a scalar")
+    columns = tensor.shape[-1]
+    _require(
+        columns > 0 and columns % multiple == 0,
+        lambda: f"{name}.shape[-1] must be a multiple of {multiple}, got {columns}: pad K",
+    )
+
+
+def _require_packed(name: str, data: Tensor) -> int | SymInt:
+    """K of packed data."""
+    check_packed(name, data)
+    _require(data.dim() >= 2, lambda: f"{name} must be (rows, K/2), got {tuple(data.shape)}")
+    _require_columns(name, data, BLOCK_SIZE // CODES_PER_BYTE)
+    return data.shape[-1] * CODES_PER_BYTE
+
+
+def _require_scale(
+    name: str, scale: Tensor, rows: int | SymInt, cols: int | SymInt, swizzled: bool
+) -> None:
+    check_scale(name, scale)
+    if swizzled:
+        padded = (_round_up(rows, TILE_ROWS), _round_up(cols, TILE_COLS))
+        _require(scale.dim() == 2, lambda: f"{name} must be 2-D, got {tuple(scale.shape)}")
+        for got, expected in zip(scale.shape, padded, strict=True):
+            _require(
+                got == expected,
+                lambda: (
+                    f"{name} must be swizzled with shape {padded}, got {tuple(scale.shape)}: "
+                    f"swizzle_scales makes it from row-major ({rows}, {cols})"
+                ),
+            )
+        return
+    _require(
+        scale.dim() >= 1 and scale.shape[-1] == cols,
+        lambda: f"{name} must be row-major ({rows}, {cols}), got {tuple(scale.shape)}",
+    )
+    _require(
+        _rows(scale) == rows,
+        lambda: f"{name} must be row-major ({rows}, {cols}), got {tuple(scale.shape)}",
+    )
+
+
+def _require_one(name: str, value: Tensor | None, operand: Tensor) -> None:
+    check_scalar(name, value)
+    if value is not None:
+        _require(
+            value.numel() == 1,
+            lambda: f"{name} must have one element, got shape {tuple(value.shape)}",
+        )
+        if value.device.type != "cpu":
+            _require_device(name, value, operand)
+
+
+def _require_device(name: str, value: Tensor, operand: Tensor) -> None:
+    _require(
+        value.device == operand.device,
+        lambda: f"{name} must be on {operand.device}, got {value.device}: move it with .to()",
+    )
+
+
+def _new_scale(
+    like: Tensor, rows: int | SymInt, cols: int | SymInt, leading: tuple, swizzled: bool
+) -> Tensor:
+    shape = (*leading, cols)
+    if swizzled:
+        shape = (_round_up(rows, TILE_ROWS), _round_up(cols, TILE_COLS))
+    return like.new_empty(shape, dtype=torch.float8_e4m3fn)
+
+
+# ------------------------------------------------------------------------------------- producers
+
+
+def quantize(
+    x: Tensor, global_scale: Tensor | None = None, *, swizzled: bool = True
+) -> tuple[Tensor, Tensor]:
+    """x → ``(data, block_scale)``; without a global scale g is 1.
+
+    x: (..., K) float32, bfloat16 or float16, K % 16 == 0; strided is fine.
+    global_scale: FP32, one element, decode direction; finite and > 0 (ValueError where the host
+    knows it; on the device it makes every scale byte 0x7F, NaN).
+    data: (..., K/2) uint8. block_scale: float8_e4m3fn, (..., K/16), or swizzled
+    (round_up(rows, 128), round_up(K/16, 4)) with its padding 0x00.
+
+    A block that holds a NaN or an Inf gets scale byte 0x7F; no other block changes.
+    """
+    check_dense("x", x)
+    check_scalar("global_scale", global_scale)
+    _refuse_gradient("quantize", x=x, global_scale=global_scale)
+    return _ops.quantize(x, global_scale, swizzled=swizzled)
+
+
+@torch.library.register_fake("nvfp4::quantize")
+def _(x, global_scale=None, *, swizzled=True):
+    check_dense("x", x)
+    _require_columns("x", x, BLOCK_SIZE)
+    _require_one("global_scale", global_scale, x)
+    leading, k = x.shape[:-1], x.shape[-1]
+    data = x.new_empty((*leading, k // CODES_PER_BYTE), dtype=torch.uint8)
+    return data, _new_scale(x, _rows(x), k // BLOCK_SIZE, leading, swizzled)
+
+
+def swiglu_quantize(
+    gate_up: Tensor,
+    global_scale: Tensor | None = None,
+    *,
+    swizzled: bool = True,
+    pad_rows_to: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """``quantize`` of ``silu(gate) · up``, which is FP32 and never rounded to a narrower type.
+
+    gate_up: (..., 2K) = [gate | up] float32, bfloat16 or float16, K % 16 == 0.
+    pad_rows_to: ≥ 1; rows added up to a multiple of it are zero. Where rows are added, data is
+    (padded rows, K/2).
+    """
+    check_dense("gate_up", gate_up)
+    check_scalar("global_scale", global_scale)
+    _refuse_gradient("swiglu_quantize", gate_up=gate_up, global_scale=global_scale)
+    return _ops.swiglu_quantize(gate_up, global_scale, swizzled=swizzled, pad_rows_to=pad_rows_to)
+
+
+@torch.library.register_fake("nvfp4::swiglu_quantize")
+def _(gate_up, global_scale=None, *, swizzled=True, pad_rows_to=1):
+    check_dense("gate_up", gate_up)
+    _require_columns("gate_up", gate_up, 2 * BLOCK_SIZE)
+    _require_one("global_scale", global_scale, gate_up)
+    _require(pad_rows_to >= 1, lambda: f"pad_rows_to must be at least 1, got {pad_rows_to}")
+    leading, k = gate_up.shape[:-1], gate_up.shape[-1] // 2
+    rows = _round_up(_rows(gate_up), pad_rows_to)
+    if pad_rows_to != 1 and (len(leading) == 1 or rows != _rows(gate_up)):
+        leading = (rows,)
+    data = gate_up.new_empty((*leading, k // CODES_PER_BYTE), dtype=torch.uint8)
+    return data, _new_scale(gate_up, rows, k // BLOCK_SIZE, leading, swizzled)
+
+
+def global_scale(x: Tensor) -> Tensor:
+    """The dynamic global scale, ``max(amax / 2688, 2⁻¹²⁶)`` over finite elements; 1 if all are 0.
+
+    x: float32, bfloat16 or float16, any shape. Returns a 0-d FP32 tensor on x's device; no sync.
+    It is a constant to autograd: x may require grad.
+    """
+    check_dense("x", x)
+    return _ops.global_scale(x.detach())
+
+
+@torch.library.register_fake("nvfp4::global_scale")
+def _(x):
+    check_dense("x", x)
+    return x.new_empty((), dtype=torch.float32)
+
+
+def dequantize(
+    data: Tensor,
+    block_scale: Tensor,
+    global_scale: Tensor | None = None,
+    *,
+    swizzled: bool = True,
+    out_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """``e2m1 · block_scale · global_scale``, the last product in FP32, rounded once to out_dtype.
+
+    data: (..., K/2) uint8 or float4_e2m1fn_x2. block_scale: as `quantize` gives it.
+    out_dtype: float32, bfloat16 or float16; in each of them exact without a global scale.
+    Returns (..., K).
+    """
+    check_packed("data", data)
+    check_scale("block_scale", block_scale)
+    check_scalar("global_scale", global_scale)
+    check_out_dtype(out_dtype)
+    _refuse_gradient("dequantize", block_scale=block_scale, global_scale=global_scale)
+    return _ops.dequantize(data, block_scale, global_scale, swizzled=swizzled, out_dtype=out_dtype)
+
+
+@torch.library.register_fake("nvfp4::dequantize")
+def _(data, block_scale, global_scale=None, *, swizzled=True, out_dtype=None):
+    k = _require_packed("data", data)
+    _require_scale("block_scale", block_scale, _rows(data), k // BLOCK_SIZE, swizzled)
+    _require_device("block_scale", block_scale, data)
+    _require_one("global_scale", global_scale, data)
+    check_out_dtype(out_dtype)
+    return data.new_empty((*data.shape[:-1], k), dtype=out_dtype or torch.float32)
+
+
+# -------------------------------------------------------------------------------- scale layout
+
+
+def swizzle_scales(scales: Tensor) -> Tensor:
+    """(rows, K/16) float8_e4m3fn, row-major → the 128×4 tiles of the GEMM, padded with 0x00.
+
+    Returns (round_up(rows, 128), round_up(K/16, 4)) float8_e4m3fn, contiguous.
+    """
+    check_scale("scales", scales)
+    _refuse_gradient("swizzle_scales", scales=scales)
+    return _ops.swizzle_scales(scales)
+
+
+@torch.library.register_fake("nvfp4::swizzle_scales")
+def _(scales):
+    check_scale("scales", scales)
+    _require(scales.dim() == 2, lambda: f"scales must be (rows, K/16), got {tuple(scales.shape)}")
+    return _new_scale(scales, scales.shape[0], scales.shape[1], (), swizzled=True)
+
+
+def unswizzle_scales(scales: Tensor, rows: int, cols: int) -> Tensor:
+    """The inverse of `swizzle_scales`: (rows, cols) row-major, padding dropped; cols is K/16."""
+    check_scale("scales", scales)
+    _refuse_gradient("unswizzle_scales", scales=scales)
+    return _ops.unswizzle_scales(scales, rows, cols)
+
+
+@torch.library.register_fake("nvfp4::unswizzle_scales")
+def _(scales, rows, cols):
+    _require_scale("scales", scales, rows, cols, swizzled=True)
+    return scales.new_empty((rows, cols))
+
+
+# -------------------------------------------------------------------------------------- products
+
+
+def bias_gradient(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """Σ over rows of dY (..., N), summed in FP32: (N,) in `dtype`."""
+    rows = grad.reshape(_rows(grad), grad.shape[-1])
+    return rows.sum(0, dtype=torch.float32).to(dtype)
+
+
+def input_gradient(
+    grad: Tensor, b: Tensor, b_scale: Tensor, alpha: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """dY (..., N) · (alpha · B): (..., K) in `dtype`.
+
+    B (N, K) is decoded in FP32 and rounded once to the wider of the two dtypes, in which the
+    product is taken: what a dense layer with that weight would do.
+    """
+    wide = torch.promote_types(grad.dtype, dtype)
+    weight = _ops.dequantize(b, b_scale)
+    if alpha is not None:
+        weight = weight * alpha
+    return (grad.to(wide) @ weight.to(wide)).to(dtype)
+
+
+def gemm(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    alpha: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = torch.bfloat16,
+) -> Tensor:
+    """``out(alpha · A · Bᵀ + bias)`` of two NVFP4 operands: (..., N) in out_dtype.
+
+    a: (..., K/2), b: (N, K/2) uint8 or float4_e2m1fn_x2; both scales swizzled.
+    alpha: g_A · g_B, FP32, one element. bias: (N,) float32, bfloat16 or float16.
+    out_dtype: bfloat16 (also what None means), float16 or float32.
+
+    CPU: the sum is exact and rounded once. CUDA: summed in FP32. Differentiable in bias.
+    """
+    check_packed("a", a)
+    check_packed("b", b)
+    check_scale("a_scale", a_scale)
+    check_scale("b_scale", b_scale)
+    check_scalar("alpha", alpha)
+    check_bias(bias)
+    check_out_dtype(out_dtype)
+    if torch.is_grad_enabled():
+        _refuse_gradient("gemm", a_scale=a_scale, b_scale=b_scale, alpha=alpha)
+        if _requires_grad(bias):
+            return _Gemm.apply(bias, a, b, a_scale, b_scale, alpha, out_dtype)
+    return _ops.gemm(a, b, a_scale, b_scale, alpha, bias, out_dtype)
+
+
+def _require_product(
+    operand: Tensor,
+    k: int | SymInt,
+    b: Tensor,
+    b_scale: Tensor,
+    alpha: Tensor | None,
+    bias: Tensor | None,
+) -> int | SymInt:
+    """N, once everything that both products share has been checked."""
+    b_k = _require_packed("b", b)
+    _require(b.dim() == 2, lambda: f"b must be (N, K/2), got {tuple(b.shape)}")
+    _require(k == b_k, lambda: f"a and b must have the same K, got {k} and {b_k}")
+    n = b.shape[0]
+    _require_scale("b_scale", b_scale, n, k // BLOCK_SIZE, swizzled=True)
+    _require_device("b", b, operand)
+    _require_device("b_scale", b_scale, operand)
+    _require_one("alpha", alpha, operand)
+    check_bias(bias)
+    if bias is not None:
+        _require(bias.dim() == 1, lambda: f"bias must be (N,), got {tuple(bias.shape)}")
+        _require(bias.shape[0] == n, lambda: f"bias must be ({n},), got {tuple(bias.shape)}")
+        _require_device("bias", bias, operand)
+    return n
+
+
+@torch.library.register_fake("nvfp4::gemm")
+def _(a, b, a_scale, b_scale, alpha=None, bias=None, out_dtype=None):
+    k = _require_packed("a", a)
+    _require_scale("a_scale", a_scale, _rows(a), k // BLOCK_SIZE, swizzled=True)
+    _require_device("a_scale", a_scale, a)
+    n = _require_product(a, k, b, b_scale, alpha, bias)
+    check_out_dtype(out_dtype)
+    return a.new_empty((*a.shape[:-1], n), dtype=out_dtype or torch.bfloat16)
+
+
+class _Gemm(torch.autograd.Function):
+    """`gemm` where bias requires grad."""
+
+    @staticmethod
+    def forward(ctx, bias, a, b, a_scale, b_scale, alpha, out_dtype):
+        ctx.bias_dtype = bias.dtype
+        return _ops.gemm(a, b, a_scale, b_scale, alpha, bias, out_dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return bias_gradient(grad, ctx.bias_dtype), None, None, None, None, None, None
+
+
+def gemm_a16w4(
+    x: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    alpha: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``out(alpha · x · Bᵀ + bias)`` of a dense activation and an NVFP4 weight: (..., N).
+
+    x: (..., K) bfloat16 or float16, K % 16 == 0. b: (N, K/2); b_scale: swizzled. alpha: g_B, FP32.
+    bias: (N,) float32, bfloat16 or float16. out_dtype: None means x's.
+
+    Differentiable in x and bias.
+    """
+    check_dense("x", x, (torch.bfloat16, torch.float16))
+    check_packed("b", b)
+    check_scale("b_scale", b_scale)
+    check_scalar("alpha", alpha)
+    check_bias(bias)
+    check_out_dtype(out_dtype)
+    if torch.is_grad_enabled():
+        _refuse_gradient("gemm_a16w4", b_scale=b_scale, alpha=alpha)
+        if x.requires_grad or _requires_grad(bias):
+            return _GemmA16W4.apply(x, bias, b, b_scale, alpha, out_dtype)
+    return _ops.gemm_a16w4(x, b, b_scale, alpha, bias, out_dtype)
+
+
+@torch.library.register_fake("nvfp4::gemm_a16w4")
+def _(x, b, b_scale, alpha=None, bias=None, out_dtype=None):
+    check_dense("x", x, (torch.bfloat16, torch.float16))
+    _require_columns("x", x, BLOCK_SIZE)
+    n = _require_product(x, x.shape[-1], b, b_scale, alpha, bias)
+    check_out_dtype(out_dtype)
+    return x.new_empty((*x.shape[:-1], n), dtype=out_dtype or x.dtype)
+
+
+class _GemmA16W4(torch.autograd.Function):
+    """`gemm_a16w4` where x or bias requires grad."""
+
+    @staticmethod
+    def forward(ctx, x, bias, b, b_scale, alpha, out_dtype):
+        ctx.save_for_backward(b, b_scale, alpha)
+        ctx.x_dtype = x.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return _ops.gemm_a16w4(x, b, b_scale, alpha, bias, out_dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x_grad = bias_grad = None
+        if ctx.needs_input_grad[0]:
+            x_grad = input_gradient(grad, *ctx.saved_tensors, ctx.x_dtype)
+        if ctx.needs_input_grad[1]:
+            bias_grad = bias_gradient(grad, ctx.bias_dtype)
+        return x_grad, bias_grad, None, None, None, None
