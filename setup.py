@@ -117,12 +117,26 @@ def find_nvcc():
     return nvcc
 
 
+def toolkit_root(nvcc):
+    """The toolkit that nvcc belongs to, asked of nvcc itself: what is on the PATH may be a wrapper."""
+    command = [nvcc, "--dryrun", "-c", "-x", "cu", "/dev/null", "-o", "/dev/null"]
+    text = subprocess.run(command, capture_output=True, text=True).stderr
+    match = re.search(r"^#\$ TOP=(.+)$", text, re.M)
+    root = (Path(match.group(1)) if match else Path(nvcc).parent.parent).resolve()
+    if not (root / "include" / "cuda_runtime.h").exists():
+        raise BuildError(
+            f"the CUDA toolkit of {nvcc} has no include/cuda_runtime.h under {root}",
+            "install the whole CUDA 13 toolkit, or set NVFP4_CUDA=0 for a CPU-only build",
+        )
+    return root
+
+
 def gencode_flags(nvcc):
     """-gencode flags of the architectures asked for, each one checked against what nvcc knows."""
     listed = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True, check=True)
     known = [code.removeprefix("sm_") for code in listed.stdout.split()]
     archs = os.environ.get("NVFP4_CUDA_ARCHS", DEFAULT_ARCHS).replace(",", ";").split(";")
-    flags = []
+    flags, lowest = [], 1000
     for arch in filter(None, (a.strip() for a in archs)):
         if not re.fullmatch(r"\d+[af]?", arch) or arch.rstrip("af") not in known:
             raise BuildError(
@@ -136,6 +150,10 @@ def gencode_flags(nvcc):
                 "leave it out: such a GPU has no BF16 tensor cores",
             )
         flags.append(f"-gencode=arch=compute_{arch},code=sm_{arch}")
+        lowest = min(lowest, int(arch)) if arch.isdigit() else lowest
+    if lowest < 1000:
+        # PTX of one plain architecture, so that a chip none of the others covers can still run.
+        flags.append(f"-gencode=arch=compute_{lowest},code=compute_{lowest}")
     return " ".join(flags)
 
 
@@ -206,9 +224,10 @@ def plan_ops(ninja, cxx, output):
     libs = f"-L{torch_lib} -Wl,--no-as-needed -ltorch -Wl,--as-needed -ldl -lpthread"
     toolkit = None
     if nvcc:
-        toolkit = nvcc.parent.parent / "include"
+        root = toolkit_root(nvcc)
+        toolkit = root / "include"
         defines += " -DNVFP4_WITH_CUDA"
-        libs += f" -L{nvcc.parent.parent / 'lib64'} -lcudart_static -lrt"
+        libs += f" -L{root / 'lib64'} -lcudart_static -lrt"
     host_flags = f"{CXX_FLAGS} {defines} {' '.join(includes)} {cuda_headers(toolkit)}"
     cpp = sources("*.cpp", "cpu/*.cpp", "cublaslt/*.cpp") + (sources("cuda/*.cpp") if nvcc else [])
     objects = ninja.compile("cxx", cxx, cpp, host_flags, "C")
@@ -224,13 +243,12 @@ def plan_cublaslt(ninja, cxx, output):
 
     import pybind11
 
-    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
-    toolkit = Path(nvcc).resolve().parent.parent / "include"
+    nvcc = shutil.which("nvcc")
     includes = [
         f"-I{ROOT / 'csrc'}",
         f"-isystem {pybind11.get_include()}",
         f"-isystem {sysconfig.get_paths()['include']}",
-        cuda_headers(toolkit if toolkit.exists() else None),
+        cuda_headers(toolkit_root(nvcc) / "include" if nvcc else None),
     ]
     tag = f"cublaslt-{sys.implementation.cache_tag}"
     flags = f"{CXX_FLAGS} {' '.join(includes)}"

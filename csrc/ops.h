@@ -24,4 +24,9 @@ Tensor gemm(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, OptTensor alpha,
 Tensor gemm_a16w4(Tensor x, Tensor b, Tensor b_scale, OptTensor alpha, OptTensor bias,
                   OptType out_dtype);
 
+Tensor grouped_gemm(Tensor a, Tensor b, OptTensor a_scale, OptTensor b_scale, Tensor offs,
+                    OptTensor alpha, OptTensor bias, std::string ragged, OptTensor gather,
+                    OptTensor scatter, OptTensor gamma, OptType out_dtype, bool a_scale_swizzled,
+                    bool b_scale_swizzled);
+
 }  // namespace nvfp4

@@ -103,7 +103,7 @@ def _require(condition: bool | SymBool, message: Callable[[], str]) -> None:
         torch._check_value(condition, message)
 
 
-def _round_up(value: int | SymInt, multiple: int) -> int | SymInt:
+def round_up(value: int | SymInt, multiple: int) -> int | SymInt:
     return (value + multiple - 1) // multiple * multiple
 
 
@@ -133,7 +133,7 @@ def _require_scale(
 ) -> None:
     check_scale(name, scale)
     if swizzled:
-        padded = (_round_up(rows, TILE_ROWS), _round_up(cols, TILE_COLS))
+        padded = (round_up(rows, TILE_ROWS), round_up(cols, TILE_COLS))
         _require(scale.dim() == 2, lambda: f"{name} must be 2-D, got {tuple(scale.shape)}")
         for got, expected in zip(scale.shape, padded, strict=True):
             _require(
@@ -177,7 +177,7 @@ def _new_scale(
 ) -> Tensor:
     shape = (*leading, cols)
     if swizzled:
-        shape = (_round_up(rows, TILE_ROWS), _round_up(cols, TILE_COLS))
+        shape = (round_up(rows, TILE_ROWS), round_up(cols, TILE_COLS))
     return like.new_empty(shape, dtype=torch.float8_e4m3fn)
 
 
@@ -239,7 +239,7 @@ def _(gate_up, global_scale=None, *, swizzled=True, pad_rows_to=1):
     _require_one("global_scale", global_scale, gate_up)
     _require(pad_rows_to >= 1, lambda: f"pad_rows_to must be at least 1, got {pad_rows_to}")
     leading, k = gate_up.shape[:-1], gate_up.shape[-1] // 2
-    rows = _round_up(_rows(gate_up), pad_rows_to)
+    rows = round_up(_rows(gate_up), pad_rows_to)
     if pad_rows_to != 1 and (len(leading) == 1 or rows != _rows(gate_up)):
         leading = (rows,)
     data = gate_up.new_empty((*leading, k // CODES_PER_BYTE), dtype=torch.uint8)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .ops import BLOCK_SIZE, CODES_PER_BYTE, TILE_COLS, TILE_ROWS
+from .ops import BLOCK_SIZE, CODES_PER_BYTE, TILE_COLS, TILE_ROWS, round_up
 
 
 def _text(shape: tuple[int, ...]) -> str:
@@ -93,10 +93,7 @@ class Nvfp4Tensor:
     def _check_scale(self) -> None:
         got, cols = tuple(self.block_scale.shape), self.k // BLOCK_SIZE
         if self.swizzled:
-            expected = (
-                (self.rows + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS,
-                (cols + TILE_COLS - 1) // TILE_COLS * TILE_COLS,
-            )
+            expected = (round_up(self.rows, TILE_ROWS), round_up(cols, TILE_COLS))
             layout = f"swizzled, of ({self.rows}, {self.k} / {BLOCK_SIZE} = {cols})"
         else:
             expected = self._physical(BLOCK_SIZE)

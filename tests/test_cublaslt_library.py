@@ -46,7 +46,9 @@ def test_an_absent_library_is_a_reason_with_a_remedy(tmp_path):
     planner = lt.Planner(str(tmp_path / "libcublasLt.so.13"))
     reason = refusals_of(planner)
     assert reason.startswith("cuBLASLt could not be loaded: ") and str(tmp_path) in reason
-    assert "install nvidia-cublas>=13.0,<14, or name the library in NVFP4_CUBLASLT_LIBRARY" in reason
+    assert (
+        "install nvidia-cublas>=13.0,<14, or name the library in NVFP4_CUBLASLT_LIBRARY" in reason
+    )
     assert reason.endswith("(m=256, n=256, k=256)")
     assert planner.library["unavailable"] and planner.library["version"] == 0
     answer = planner.check(lt.Problem(*SMALL, GB10), lt.Algorithm(id=70, tile=20, stages=37))
@@ -136,7 +138,7 @@ def test_ends_are_the_headers_own_and_gaps_are_refused():
     version = lt.HEADER_VERSION
     stages = header_enum("CUBLASLT_MATMUL_STAGES")
     clusters = header_enum("CUBLASLT_CLUSTER_SHAPE")
-    assert (lt.STAGES_END, lt.CLUSTER_END) == (max(stages) + 1, max(clusters) + 1)
+    assert (max(stages) + 1, max(clusters) + 1) == (lt.STAGES_END, lt.CLUSTER_END)
     for stage in range(lt.STAGES_END):
         fine = lt.out_of_range(lt.Algorithm(id=70, tile=20, stages=stage), version) == ""
         assert fine == (stage in stages)
@@ -208,10 +210,8 @@ def test_the_real_library_loads_and_says_why_it_cannot_plan_without_a_gpu():
 
 
 def test_every_symbol_the_real_library_must_have_the_double_has():
-    source = (
-        fake_cublaslt.SOURCE.parents[2] / "csrc" / "cublaslt" / "library.h"
-    ).read_text()
-    symbols = re.findall(r"X\((cublasLt\w+)\)", source) + ["cublasLtGetVersion"]
+    source = (fake_cublaslt.SOURCE.parents[2] / "csrc" / "cublaslt" / "library.h").read_text()
+    symbols = [*re.findall(r"X\((cublasLt\w+)\)", source), "cublasLtGetVersion"]
     assert len(symbols) > 15
     for library in (ctypes.CDLL(fake_cublaslt.Fake().path), ctypes.CDLL(real_library())):
         assert [symbol for symbol in symbols if not hasattr(library, symbol)] == []

@@ -156,6 +156,7 @@ def test_device_alpha_is_described(fake, planner):
         (dict(check_status=INVALID_VALUE), "AlgoCheck CUBLAS_STATUS_INVALID_VALUE"),
         (dict(check_status=99), "AlgoCheck cublasStatus_t 99"),
         (dict(check_state=NOT_SUPPORTED), "AlgoCheck state CUBLAS_STATUS_NOT_SUPPORTED"),
+        (dict(check_state=-1), "AlgoCheck state CUBLAS_STATUS_NOT_INITIALIZED"),
         (dict(check_workspace=1), "needs 1 bytes of workspace, the limit is 0"),
     ],
 )
@@ -437,7 +438,9 @@ def test_out_of_range_attributes_never_reach_cublaslt(fake, planner, attribute, 
     fake.reset()
     answer = planner.check(problem(), lt.Algorithm(**dict(STUDIED, **{attribute: value})))
     assert not answer["ok"] and answer["plan"] is None
-    assert answer["reason"].startswith(f"{attribute} {value} is out of range: cuBLASLt 13.1.0 takes")
+    assert answer["reason"].startswith(
+        f"{attribute} {value} is out of range: cuBLASLt 13.1.0 takes"
+    )
     assert fake.records() == []
 
 
@@ -447,7 +450,7 @@ def test_out_of_range_attributes_never_reach_cublaslt(fake, planner, attribute, 
     (lt.HEADER_VERSION + 100, lt.TILE_END, lt.STAGES_END),
 ])  # fmt: skip
 def test_ranges_are_those_of_the_library_that_runs(version, tile_end, stages_end):
-    if version == 130600 and lt.HEADER_VERSION <= version:
+    if version == 130600 and version >= lt.HEADER_VERSION:
         pytest.skip("the header is no newer than 13.6.0")
 
     def ok(**attributes):
@@ -515,31 +518,44 @@ def test_algorithm_66_with_768_stages_is_known_wrong(version, device, stages, ty
     assert lt.known_fault(problem(device=device, type=type), other, version) == ""
 
 
-@pytest.mark.parametrize("version, device, split_k, k, fault", [
-    (130799, H200, 3, 14336, True),
-    (130799, B200, 3, 14336, True),
-    (130799, lt.DeviceInfo(11, 0, 20), 3, 14336, True),
-    (130800, H200, 3, 14336, False),
-    (130799, H200, 2, 14336, False),  # divides k: the release notes' own way round it
-    (130799, H200, 1, 14336, False),
-    (130799, GB10, 3, 14336, False),
+# Three slices of 75 stages of 64 each, and one element over.
+UNEVEN_K = 3 * 75 * 64 + 1
+
+
+@pytest.mark.parametrize("version, device, split_k, k, stages, fault", [
+    (130799, H200, 3, UNEVEN_K, 35, True),
+    (130799, B200, 3, UNEVEN_K, 35, True),
+    (130799, lt.DeviceInfo(11, 0, 20), 3, UNEVEN_K, 35, True),
+    (130799, H200, 3, UNEVEN_K, 0, True),  # stages that say no size
+    (130800, H200, 3, UNEVEN_K, 35, False),
+    (130799, GB10, 3, UNEVEN_K, 35, False),
+    (130799, H200, 3, UNEVEN_K - 1, 35, False),  # the slices are even
+    (130799, H200, 3, UNEVEN_K + 3, 35, False),  # not whole stages
+    (130799, H200, 3, UNEVEN_K, 36, False),  # nor of 128
+    (130799, H200, 1, UNEVEN_K, 35, False),
 ])  # fmt: skip
-def test_algorithm_66_with_uneven_split_k_is_known_wrong(version, device, split_k, k, fault):
-    algorithm = lt.Algorithm(id=66, tile=20, stages=35, split_k=split_k)
-    found = lt.known_fault(bf16(k=k, device=device), algorithm, version)
+def test_algorithm_66_with_uneven_split_k_is_known_wrong(
+    version, device, split_k, k, stages, fault
+):
+    asked = bf16(k=k, device=device)
+    algorithm = lt.Algorithm(id=66, tile=20, stages=stages, split_k=split_k)
+    found = lt.known_fault(asked, algorithm, version)
     assert found.startswith("known fault: algorithm 66 with a split-K") == fault
+    other = lt.Algorithm(id=67, tile=20, stages=stages, split_k=split_k)
+    assert lt.known_fault(asked, other, version) == ""
 
 
 def test_faulty_answers_of_the_heuristic_are_passed_over(fake, planner):
     fake.configure(heuristic_answers="66:23:35:3:0 66:24:35:1:0")
-    plan = planner.plan(bf16())
+    plan = planner.plan(bf16(k=UNEVEN_K))
     assert (plan.rung, plan.algorithm["tile"]) == ("cublaslt-heuristic", 24)
     assert "known fault: algorithm 66 with a split-K" in reasons(plan, "cublaslt-heuristic")[0]
 
 
 def test_faulty_pins_are_refused(planner):
     planner.pin(lt.Pin(lt.Algorithm(id=66, tile=23, stages=35, split_k=3), 9, 0, type="bf16"))
-    plan = planner.plan(bf16())
+    assert planner.plan(bf16(k=UNEVEN_K - 1)).rung == "cublaslt-pinned"
+    plan = planner.plan(bf16(k=UNEVEN_K))
     assert plan.rung == "cublaslt-heuristic"
     assert "known fault" in reasons(plan, "cublaslt-pinned")[0]
 

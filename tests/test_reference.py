@@ -3,6 +3,7 @@
 Every comparison is by bytes, but for silu, whose promise is an accuracy (2 ulp).
 """
 
+import hashlib
 import math
 from fractions import Fraction
 
@@ -159,6 +160,10 @@ def test_silu_bits():
     """Fixed results of the fixed steps: what another implementation has to give as well."""
     actual = reference.silu(fp32_from_bits(list(SILU_BITS)))
     assert_same_bytes(actual, fp32_from_bits(list(SILU_BITS.values())), "silu")
+    # and of every finite BF16 value
+    finite = fp32_from_bits([word << 16 for word in range(1 << 16) if word & 0x7F80 != 0x7F80])
+    digest = hashlib.sha256(to_hex(bits(reference.silu(finite)).view(torch.uint8)).encode())
+    assert digest.hexdigest()[:16] == "306a90ae72379560"
     assert reference.silu(torch.tensor(torch.nan)).isnan()
 
 
@@ -340,6 +345,23 @@ def test_quantize_against_fractions(name, g):
             packed = [lo + 16 * hi for lo, hi in zip(codes[::2], codes[1::2], strict=True)]
             assert bits(scale)[row, block] == byte, (name, row, block)
             assert data[row, block * 8 : block * 8 + 8].tolist() == packed, (name, row, block)
+
+
+def test_amax_is_divided_by_six_and_then_by_g():
+    """Amaxes beside the boundaries of the scale, where dividing once by 6·g gives other bytes."""
+    rng = torch.Generator().manual_seed(8)
+    g = torch.rand(400, generator=rng) + 0.5
+    grid = torch.arange(0x30, 0x40, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    middles = (grid[1:] + grid[:-1]) / 2
+    amax = g * 6 * middles[torch.arange(400) % len(middles)]
+    other_scales = reference.e4m3_encode(amax / (6 * g))
+    differ = 0
+    for a, one_g, other in zip(amax.tolist(), g.tolist(), other_scales.tolist(), strict=True):
+        scale = reference.quantize(torch.full((1, 16), a), one_g, swizzled=False)[1]
+        ratio = nearest(Fraction(nearest(Fraction(a) / 6)) / Fraction(one_g))
+        assert bits(scale).item() == e4m3_by_distance(torch.tensor([ratio])).item()
+        differ += bits(scale).item() != other
+    assert differ > 20
 
 
 def test_division_is_not_multiplication_by_a_reciprocal():

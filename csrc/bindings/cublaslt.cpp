@@ -1,9 +1,11 @@
-// Python module `_cublaslt`: the planner and cuBLASLt's own answers, on raw pointers, without torch.
+// Python module `_cublaslt`: the planner and cuBLASLt's own answers, on raw pointers, without
+// torch.
 //
 // For people who explore algorithms, and for tests that need no GPU: device properties are given,
 // not asked. Results are dicts and lists; every status is a name. Problems, algorithms and pins are
 // objects with keyword constructors and `as_dict`, so that they travel to child processes.
 
+#include <cublasLt.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -11,8 +13,6 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
-
-#include <cublasLt.h>
 
 #include "cublaslt/faults.h"
 #include "cublaslt/operation.h"
@@ -204,9 +204,8 @@ std::shared_ptr<const lt::Plan> matmul(lt::Planner& planner, const lt::Problem& 
 
 py::dict library_dict(const lt::Planner& planner) {
   return py::dict("version"_a = planner.version(),
-                  "version_text"_a = lt::version_text(planner.version()),
-                  "path"_a = planner.path(), "unavailable"_a = planner.unavailable(),
-                  "header_version"_a = CUBLAS_VERSION);
+                  "version_text"_a = lt::version_text(planner.version()), "path"_a = planner.path(),
+                  "unavailable"_a = planner.unavailable(), "header_version"_a = CUBLAS_VERSION);
 }
 
 void bind_values(py::module_& m) {
@@ -228,9 +227,9 @@ void bind_values(py::module_& m) {
       .def("as_dict", [](const lt::Problem& self) { return to_dict(self); });
 
   py::class_<lt::Algorithm>(m, "Algorithm")
-      .def(py::init(&make_algorithm), py::kw_only(), "id"_a, "tile"_a, "stages"_a,
-           "split_k"_a = 1, "reduction"_a = 0, "swizzle"_a = 0, "custom"_a = 0,
-           "inner"_a = py::none(), "cluster"_a = py::none())
+      .def(py::init(&make_algorithm), py::kw_only(), "id"_a, "tile"_a, "stages"_a, "split_k"_a = 1,
+           "reduction"_a = 0, "swizzle"_a = 0, "custom"_a = 0, "inner"_a = py::none(),
+           "cluster"_a = py::none())
       .def_readwrite("id", &lt::Algorithm::id)
       .def_readwrite("tile", &lt::Algorithm::tile)
       .def_readwrite("stages", &lt::Algorithm::stages)
@@ -299,23 +298,26 @@ void bind_planner(py::module_& m) {
            }),
            "library"_a = "", "policy"_a = "validated",
            "A planner of one's own, over the library at that path.")
-      .def("plan",
-           [](lt::Planner& self, const lt::Problem& problem) {
-             return std::const_pointer_cast<lt::Plan>(self.plan(problem));
-           },
-           "problem"_a, Unlocked())
-      .def("cached",
-           [](lt::Planner& self, const lt::Problem& problem) {
-             return std::const_pointer_cast<lt::Plan>(self.cached(problem));
-           },
-           "problem"_a)
+      .def(
+          "plan",
+          [](lt::Planner& self, const lt::Problem& problem) {
+            return std::const_pointer_cast<lt::Plan>(self.plan(problem));
+          },
+          "problem"_a, Unlocked())
+      .def(
+          "cached",
+          [](lt::Planner& self, const lt::Problem& problem) {
+            return std::const_pointer_cast<lt::Plan>(self.cached(problem));
+          },
+          "problem"_a)
       .def("retire", &lt::Planner::retire, "problem"_a, "plan"_a, "reason"_a)
       .def("clear", &lt::Planner::clear)
-      .def("reset",
-           [](lt::Planner& self, const std::string& policy) {
-             self.reset(lt::parse_policy(policy));
-           },
-           "policy"_a = "validated")
+      .def(
+          "reset",
+          [](lt::Planner& self, const std::string& policy) {
+            self.reset(lt::parse_policy(policy));
+          },
+          "policy"_a = "validated")
       .def("pin", &lt::Planner::pin, "pin"_a)
       .def("unpin", &lt::Planner::unpin, "pin"_a)
       .def_property_readonly("pins", &lt::Planner::pins)
@@ -325,45 +327,50 @@ void bind_planner(py::module_& m) {
             self.set_policy(lt::parse_policy(text));
           })
       .def_property_readonly("library", &library_dict)
-      .def("check",
-           [](lt::Planner& self, const lt::Problem& problem, const lt::Algorithm& algorithm) {
-             return to_dict(self.check(problem, algorithm));
-           },
-           "problem"_a, "algorithm"_a,
-           "AlgoInit, every attribute, AlgoCheck: a dict with the status, and a plan to run.")
-      .def("heuristic",
-           [](lt::Planner& self, const lt::Problem& problem, int count) {
-             std::string reason;
-             py::list answers;
-             for (const lt::Answer& answer : self.heuristic(problem, count, &reason)) {
-               answers.append(to_dict(answer));
-             }
-             return py::dict("reason"_a = reason, "answers"_a = answers);
-           },
-           "problem"_a, "count"_a = 8)
-      .def("algorithm_ids",
-           [](lt::Planner& self, const lt::Problem& problem) {
-             std::string reason;
-             const std::vector<int> ids = self.algorithm_ids(problem, &reason);
-             return py::dict("reason"_a = reason, "ids"_a = ids);
-           },
-           "problem"_a)
-      .def("capabilities",
-           [](lt::Planner& self, const lt::Problem& problem, int algorithm_id) {
-             std::string reason;
-             py::dict values;
-             for (const auto& [name, value] : self.capabilities(problem, algorithm_id, &reason)) {
-               values[py::str(name)] = value;
-             }
-             return py::dict("reason"_a = reason, "values"_a = values);
-           },
-           "problem"_a, "algorithm_id"_a)
-      .def("matmul",
-           [](lt::Planner& self, const lt::Problem& problem, const Launch& operands) {
-             return std::const_pointer_cast<lt::Plan>(matmul(self, problem, operands));
-           },
-           "problem"_a, "operands"_a, Unlocked(),
-           "Plan and run, retiring what a launch refuses. Returns the plan that ran.");
+      .def(
+          "check",
+          [](lt::Planner& self, const lt::Problem& problem, const lt::Algorithm& algorithm) {
+            return to_dict(self.check(problem, algorithm));
+          },
+          "problem"_a, "algorithm"_a,
+          "AlgoInit, every attribute, AlgoCheck: a dict with the status, and a plan to run.")
+      .def(
+          "heuristic",
+          [](lt::Planner& self, const lt::Problem& problem, int count) {
+            std::string reason;
+            py::list answers;
+            for (const lt::Answer& answer : self.heuristic(problem, count, &reason)) {
+              answers.append(to_dict(answer));
+            }
+            return py::dict("reason"_a = reason, "answers"_a = answers);
+          },
+          "problem"_a, "count"_a = 8)
+      .def(
+          "algorithm_ids",
+          [](lt::Planner& self, const lt::Problem& problem) {
+            std::string reason;
+            const std::vector<int> ids = self.algorithm_ids(problem, &reason);
+            return py::dict("reason"_a = reason, "ids"_a = ids);
+          },
+          "problem"_a)
+      .def(
+          "capabilities",
+          [](lt::Planner& self, const lt::Problem& problem, int algorithm_id) {
+            std::string reason;
+            py::dict values;
+            for (const auto& [name, value] : self.capabilities(problem, algorithm_id, &reason)) {
+              values[py::str(name)] = value;
+            }
+            return py::dict("reason"_a = reason, "values"_a = values);
+          },
+          "problem"_a, "algorithm_id"_a)
+      .def(
+          "matmul",
+          [](lt::Planner& self, const lt::Problem& problem, const Launch& operands) {
+            return std::const_pointer_cast<lt::Plan>(matmul(self, problem, operands));
+          },
+          "problem"_a, "operands"_a, Unlocked(),
+          "Plan and run, retiring what a launch refuses. Returns the plan that ran.");
 }
 
 }  // namespace
@@ -378,12 +385,13 @@ PYBIND11_MODULE(_cublaslt, m) {
   m.def("studied_pin", &lt::studied_pin, py::return_value_policy::copy);
   m.def("out_of_range", &lt::out_of_range, "algorithm"_a, "library_version"_a,
         "Empty, or the attribute that this version of cuBLASLt must not be given.");
-  m.def("known_fault",
-        [](const lt::Problem& problem, const std::optional<lt::Algorithm>& algorithm,
-           size_t version) {
-          return lt::known_fault(problem, algorithm ? &*algorithm : nullptr, version);
-        },
-        "problem"_a, "algorithm"_a, "library_version"_a);
+  m.def(
+      "known_fault",
+      [](const lt::Problem& problem, const std::optional<lt::Algorithm>& algorithm,
+         size_t version) {
+        return lt::known_fault(problem, algorithm ? &*algorithm : nullptr, version);
+      },
+      "problem"_a, "algorithm"_a, "library_version"_a);
   m.def("heuristic_breaks_capture", &lt::heuristic_breaks_capture, "library_version"_a);
   m.def("tile_name", &lt::tile_name, "tile"_a);
   m.def("stages_name", &lt::stages_name, "stages"_a);

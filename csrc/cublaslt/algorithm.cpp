@@ -32,13 +32,12 @@ struct Shape {
 };
 
 std::vector<Shape> tile_shapes() {
-  std::vector<Shape> shapes = {
-      {0, 0},     {8, 8},     {8, 16},    {16, 8},    {8, 32},    {16, 16},   {32, 8},
-      {8, 64},    {16, 32},   {32, 16},   {64, 8},    {32, 32},   {32, 64},   {64, 32},
-      {32, 128},  {64, 64},   {128, 32},  {64, 128},  {128, 64},  {64, 256},  {128, 128},
-      {256, 64},  {64, 512},  {128, 256}, {256, 128}, {512, 64},  {64, 96},   {96, 64},
-      {96, 128},  {128, 160}, {160, 128}, {192, 128}, {128, 192}, {128, 96},  {32, 256},
-      {256, 32}};
+  std::vector<Shape> shapes = {{0, 0},     {8, 8},     {8, 16},    {16, 8},   {8, 32},   {16, 16},
+                               {32, 8},    {8, 64},    {16, 32},   {32, 16},  {64, 8},   {32, 32},
+                               {32, 64},   {64, 32},   {32, 128},  {64, 64},  {128, 32}, {64, 128},
+                               {128, 64},  {64, 256},  {128, 128}, {256, 64}, {64, 512}, {128, 256},
+                               {256, 128}, {512, 64},  {64, 96},   {96, 64},  {96, 128}, {128, 160},
+                               {160, 128}, {192, 128}, {128, 192}, {128, 96}, {32, 256}, {256, 32}};
   const auto add_new = [&shapes](Shape shape) {
     const bool known = std::any_of(shapes.begin(), shapes.end(), [&](const Shape& other) {
       return other.rows == shape.rows && other.columns == shape.columns;
@@ -69,10 +68,10 @@ const std::vector<Shape>& tiles() {
 
 // An empty name is a number that the header skips.
 constexpr const char* kStages[] = {
-    "undefined", "16x1",  "16x2",   "16x3",   "16x4",   "16x5",    "16x6",    "32x1",
-    "32x2",      "32x3",  "32x4",   "32x5",   "32x6",   "64x1",    "64x2",    "64x3",
-    "64x4",      "64x5",  "64x6",   "128x1",  "128x2",  "128x3",   "128x4",   "128x5",
-    "128x6",     "32x10", "8x4",    "16x10",  "8x5",    "",        "",        "8x3",
+    "undefined", "16x1",    "16x2",    "16x3",    "16x4",     "16x5",     "16x6",    "32x1",
+    "32x2",      "32x3",    "32x4",    "32x5",    "32x6",     "64x1",     "64x2",    "64x3",
+    "64x4",      "64x5",    "64x6",    "128x1",   "128x2",    "128x3",    "128x4",   "128x5",
+    "128x6",     "32x10",   "8x4",     "16x10",   "8x5",      "",         "",        "8x3",
     "8xAUTO",    "16xAUTO", "32xAUTO", "64xAUTO", "128xAUTO", "256xAUTO", "768xAUTO"};
 
 constexpr const char* kClusters[] = {
@@ -129,7 +128,8 @@ std::string out_of_range(const Algorithm& a, size_t version) {
       a.reduction != CUBLASLT_REDUCTION_SCHEME_OUTPUT_TYPE) {
     return outside("reduction", a.reduction, "0, 1, 2 or 4", version);
   }
-  if (!within(a.swizzle, kSwizzleEnd)) return outside("swizzle", a.swizzle, up_to(kSwizzleEnd), version);
+  if (!within(a.swizzle, kSwizzleEnd))
+    return outside("swizzle", a.swizzle, up_to(kSwizzleEnd), version);
   if (!within(a.custom, kCustomEnd)) return outside("custom", a.custom, up_to(kCustomEnd), version);
   if (a.inner && !within(*a.inner, end.inner)) {
     return outside("inner", *a.inner, up_to(end.inner), version);

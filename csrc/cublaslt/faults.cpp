@@ -1,6 +1,6 @@
 #include "faults.h"
 
-#include <cublasLt.h>
+#include <cstdlib>
 
 #include "library.h"
 
@@ -39,12 +39,14 @@ constexpr Fault kFaults[] = {
               (is_b300(problem.device) || is_rubin(problem.device));
      },
      false},
-    {"algorithm 66 with a split-K that does not divide k may give wrong results on compute "
-     "capability 9.0, 10.x and 11.x before cuBLASLt 13.8.0",
+    {"algorithm 66 with a split-K that leaves a remainder of k, and slices that are whole stages, "
+     "may give wrong results on compute capability 9.0, 10.x and 11.x before cuBLASLt 13.8.0",
      [](const Problem& problem, const Algorithm& algorithm, size_t version) {
        const int major = problem.device.cc_major;
+       const int64_t stage = std::atoi(stages_name(algorithm.stages).c_str());  // 64 of 64xAUTO
        return version < 130800 && algorithm.id == 66 && major >= 9 && major <= 11 &&
-              algorithm.split_k != 0 && problem.k % algorithm.split_k != 0;
+              algorithm.split_k != 0 && problem.k % algorithm.split_k != 0 &&
+              (stage == 0 || problem.k / algorithm.split_k % stage == 0);
      },
      false},
 };

@@ -1,10 +1,11 @@
 // plan_to_json: the few lines of JSON that explain needs, without a JSON library.
 
+#include "json.h"
+
 #include <cmath>
 #include <cstdio>
 #include <type_traits>
 
-#include "json.h"
 #include "plan.h"
 
 namespace nvfp4::cublaslt {

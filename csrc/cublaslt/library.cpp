@@ -4,7 +4,6 @@
 #include <link.h>
 
 #include <cstdlib>
-#include <memory>
 
 namespace nvfp4::cublaslt {
 namespace {
@@ -25,7 +24,8 @@ void* open_default() {
   // Torch's copy first: a second one would have its own kernels and its own state.
   void* handle = dlopen(kSoname, RTLD_NOW | RTLD_NOLOAD);
   if (!handle) handle = dlopen(kSoname, RTLD_NOW | RTLD_LOCAL);
-  if (!handle && !fallback_path.empty()) handle = dlopen(fallback_path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (!handle && !fallback_path.empty())
+    handle = dlopen(fallback_path.c_str(), RTLD_NOW | RTLD_LOCAL);
   return handle;
 }
 
@@ -49,8 +49,7 @@ Loaded load_library(const std::string& path) {
   if (wanted.empty()) {
     if (const char* override_path = std::getenv("NVFP4_CUBLASLT_LIBRARY")) wanted = override_path;
   }
-  void* handle =
-      wanted.empty() ? open_default() : dlopen(wanted.c_str(), RTLD_NOW | RTLD_LOCAL);
+  void* handle = wanted.empty() ? open_default() : dlopen(wanted.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (!handle) {
     const char* error = dlerror();
     return {nullptr, "cuBLASLt could not be loaded: " +
@@ -59,18 +58,18 @@ Loaded load_library(const std::string& path) {
                          "NVFP4_CUBLASLT_LIBRARY"};
   }
 
-  auto library = std::make_unique<Library>();
+  auto library = std::make_shared<Library>();
   library->path = mapped_path(handle);
   auto get_version =
       reinterpret_cast<decltype(&::cublasLtGetVersion)>(dlsym(handle, "cublasLtGetVersion"));
   if (get_version) library->version = get_version();
-  const std::string which =
-      "cuBLASLt " + (get_version ? version_text(library->version) : "of unknown version") + " (" +
-      library->path + ")";
+  const std::string which = "cuBLASLt " +
+                            (get_version ? version_text(library->version) : "of unknown version") +
+                            " (" + library->path + ")";
 
   std::string missing = get_version ? "" : "cublasLtGetVersion";
-#define NVFP4_RESOLVE(symbol)                                                              \
-  library->symbol = reinterpret_cast<decltype(&::symbol)>(dlsym(handle, #symbol));         \
+#define NVFP4_RESOLVE(symbol)                                                      \
+  library->symbol = reinterpret_cast<decltype(&::symbol)>(dlsym(handle, #symbol)); \
   if (!library->symbol) missing += (missing.empty() ? "" : ", ") + std::string(#symbol);
   NVFP4_CUBLASLT_SYMBOLS(NVFP4_RESOLVE)
 #undef NVFP4_RESOLVE
@@ -79,10 +78,11 @@ Loaded load_library(const std::string& path) {
                          ": install nvidia-cublas>=13.0,<14"};
   }
   if (library->version < kOldest || library->version >= kTooNew) {
-    return {nullptr, which + " is outside the versions this build can drive, 13.0 up to, not "
-                             "including, 14.0: install nvidia-cublas>=13.0,<14"};
+    return {nullptr, which +
+                         " is outside the versions this build can drive, 13.0 up to, not "
+                         "including, 14.0: install nvidia-cublas>=13.0,<14"};
   }
-  return {library.release(), ""};
+  return {library, ""};
 }
 
 }  // namespace nvfp4::cublaslt

@@ -5,30 +5,31 @@
 
 #include <cublasLt.h>
 
+#include <memory>
 #include <stdexcept>
 #include <string>
 
 namespace nvfp4::cublaslt {
 
-#define NVFP4_CUBLASLT_SYMBOLS(X)      \
-  X(cublasLtCreate)                    \
-  X(cublasLtDestroy)                   \
-  X(cublasLtGetStatusName)             \
-  X(cublasLtMatrixLayoutCreate)        \
-  X(cublasLtMatrixLayoutDestroy)       \
-  X(cublasLtMatmulDescCreate)          \
-  X(cublasLtMatmulDescDestroy)         \
-  X(cublasLtMatmulDescSetAttribute)    \
-  X(cublasLtMatmulPreferenceCreate)    \
-  X(cublasLtMatmulPreferenceDestroy)   \
+#define NVFP4_CUBLASLT_SYMBOLS(X)         \
+  X(cublasLtCreate)                       \
+  X(cublasLtDestroy)                      \
+  X(cublasLtGetStatusName)                \
+  X(cublasLtMatrixLayoutCreate)           \
+  X(cublasLtMatrixLayoutDestroy)          \
+  X(cublasLtMatmulDescCreate)             \
+  X(cublasLtMatmulDescDestroy)            \
+  X(cublasLtMatmulDescSetAttribute)       \
+  X(cublasLtMatmulPreferenceCreate)       \
+  X(cublasLtMatmulPreferenceDestroy)      \
   X(cublasLtMatmulPreferenceSetAttribute) \
-  X(cublasLtMatmulAlgoGetIds)          \
-  X(cublasLtMatmulAlgoInit)            \
+  X(cublasLtMatmulAlgoGetIds)             \
+  X(cublasLtMatmulAlgoInit)               \
   X(cublasLtMatmulAlgoConfigSetAttribute) \
   X(cublasLtMatmulAlgoConfigGetAttribute) \
-  X(cublasLtMatmulAlgoCapGetAttribute) \
-  X(cublasLtMatmulAlgoCheck)           \
-  X(cublasLtMatmulAlgoGetHeuristic)    \
+  X(cublasLtMatmulAlgoCapGetAttribute)    \
+  X(cublasLtMatmulAlgoCheck)              \
+  X(cublasLtMatmulAlgoGetHeuristic)       \
   X(cublasLtMatmul)
 
 struct Library {
@@ -43,8 +44,8 @@ struct Library {
 };
 
 struct Loaded {
-  const Library* library = nullptr;  // never unloaded: plans and handles point into it
-  std::string reason;                // why library is null
+  std::shared_ptr<const Library> library;  // the table; the code itself is never unloaded
+  std::string reason;                      // why library is null
 };
 
 // `path` empty: NVFP4_CUBLASLT_LIBRARY where set, else libcublasLt.so.13 as the loader finds it.

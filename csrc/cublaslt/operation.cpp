@@ -55,9 +55,9 @@ Owned<cublasLtMatrixLayout_t> make_layout(const Library& library, cudaDataType t
                                           int64_t columns, int64_t leading_dimension) {
   // Created by the library, not on our stack: the structure grew between 13.1 and 13.10.
   cublasLtMatrixLayout_t layout = nullptr;
-  expect_success(library,
-                 library.cublasLtMatrixLayoutCreate(&layout, type, rows, columns, leading_dimension),
-                 "cublasLtMatrixLayoutCreate");
+  expect_success(
+      library, library.cublasLtMatrixLayoutCreate(&layout, type, rows, columns, leading_dimension),
+      "cublasLtMatrixLayoutCreate");
   return {layout, library.cublasLtMatrixLayoutDestroy};
 }
 
@@ -65,8 +65,7 @@ template <typename Value>
 void set(const Library& library, cublasLtMatmulDesc_t descriptor,
          cublasLtMatmulDescAttributes_t attribute, Value value) {
   expect_success(
-      library,
-      library.cublasLtMatmulDescSetAttribute(descriptor, attribute, &value, sizeof(value)),
+      library, library.cublasLtMatmulDescSetAttribute(descriptor, attribute, &value, sizeof(value)),
       "cublasLtMatmulDescSetAttribute");
 }
 
@@ -77,8 +76,7 @@ Owned<cublasLtMatmulDesc_t> make_descriptor(const Library& library, const Proble
                                             const void* a_scale, const void* b_scale,
                                             const void* bias) {
   cublasLtMatmulDesc_t raw = nullptr;
-  expect_success(library,
-                 library.cublasLtMatmulDescCreate(&raw, CUBLAS_COMPUTE_32F, CUDA_R_32F),
+  expect_success(library, library.cublasLtMatmulDescCreate(&raw, CUBLAS_COMPUTE_32F, CUDA_R_32F),
                  "cublasLtMatmulDescCreate");
   Owned<cublasLtMatmulDesc_t> descriptor(raw, library.cublasLtMatmulDescDestroy);
   const auto set_one = [&](cublasLtMatmulDescAttributes_t attribute, auto value) {
@@ -130,9 +128,9 @@ void set(const Library& library, cublasLtMatmulAlgo_t* algo, const Attribute& at
   const cublasStatus_t status =
       library.cublasLtMatmulAlgoConfigSetAttribute(algo, attribute.id, from, attribute.bytes);
   if (status != CUBLAS_STATUS_SUCCESS) {
-    throw CallFailed("AlgoConfigSetAttribute " + std::string(attribute.name) + "=" +
-                         std::to_string(value),
-                     library.name(status));
+    throw CallFailed(
+        "AlgoConfigSetAttribute " + std::string(attribute.name) + "=" + std::to_string(value),
+        library.name(status));
   }
 }
 
@@ -144,8 +142,7 @@ int get(const Library& library, const cublasLtMatmulAlgo_t& algo, const Attribut
   const cublasStatus_t status = library.cublasLtMatmulAlgoConfigGetAttribute(
       &algo, attribute.id, to, attribute.bytes, &written);
   if (status != CUBLAS_STATUS_SUCCESS) {
-    throw CallFailed("AlgoConfigGetAttribute " + std::string(attribute.name),
-                     library.name(status));
+    throw CallFailed("AlgoConfigGetAttribute " + std::string(attribute.name), library.name(status));
   }
   return attribute.bytes == 2 ? narrow : value;
 }
@@ -212,53 +209,52 @@ Handle make_handle(const Library& library) {
   return {handle, library.cublasLtDestroy};
 }
 
-Operation::Operation(const Library& library, Handle handle, const Problem& row_major)
-    : library_(library), handle_(std::move(handle)), problem_(column_major(row_major)) {
+Operation::Operation(std::shared_ptr<const Library> library, Handle handle,
+                     const Problem& row_major)
+    : library_(std::move(library)), handle_(std::move(handle)), problem_(column_major(row_major)) {
   const Problem& p = problem_;
-  layouts_.a = make_layout(library, data_type(p.type), p.k, p.m, p.lda);  // (m, k) transposed
-  layouts_.b = make_layout(library, data_type(p.type), p.k, p.n, p.ldb);
-  layouts_.d = make_layout(library, data_type(p.out), p.m, p.n, p.ldd);
+  layouts_.a = make_layout(*library_, data_type(p.type), p.k, p.m, p.lda);  // (m, k) transposed
+  layouts_.b = make_layout(*library_, data_type(p.type), p.k, p.n, p.ldb);
+  layouts_.d = make_layout(*library_, data_type(p.out), p.m, p.n, p.ldd);
   const void* scale = p.type == ElementType::kNvfp4 ? placeholder(p.alignment) : nullptr;
-  descriptor_ = make_descriptor(library, p, scale, scale, placeholder(p.alignment));
+  descriptor_ = make_descriptor(*library_, p, scale, scale, placeholder(p.alignment));
 }
 
 cublasLtMatmulAlgo_t Operation::init(int algorithm_id) const {
   cublasLtMatmulAlgo_t algo{};
-  expect_success(
-      library_,
-      library_.cublasLtMatmulAlgoInit(handle_.get(), CUBLAS_COMPUTE_32F, CUDA_R_32F,
-                                      data_type(problem_.type), data_type(problem_.type),
-                                      data_type(problem_.out), data_type(problem_.out),
-                                      algorithm_id, &algo),
-      "AlgoInit");
+  expect_success(*library_,
+                 library_->cublasLtMatmulAlgoInit(handle_.get(), CUBLAS_COMPUTE_32F, CUDA_R_32F,
+                                                  data_type(problem_.type),
+                                                  data_type(problem_.type), data_type(problem_.out),
+                                                  data_type(problem_.out), algorithm_id, &algo),
+                 "AlgoInit");
   return algo;
 }
 
 Answer Operation::check(const Algorithm& asked) const {
   Answer refused;
   refused.algorithm = asked;
-  refused.reason = out_of_range(asked, library_.version);
+  refused.reason = out_of_range(asked, library_->version);
   if (!refused.reason.empty()) return refused;
   try {
     cublasLtMatmulAlgo_t algo = init(asked.id);
-    set(library_, &algo, kTile, asked.tile);
-    set(library_, &algo, kStages, asked.stages);
-    set(library_, &algo, kSplitK, asked.split_k);
-    set(library_, &algo, kReduction, asked.reduction);
-    set(library_, &algo, kSwizzle, asked.swizzle);
-    set(library_, &algo, kCustom, asked.custom);
-    if (asked.inner) set(library_, &algo, kInner, *asked.inner);
-    if (asked.cluster) set(library_, &algo, kCluster, *asked.cluster);
-    refused.algorithm = read_back(library_, algo);
+    set(*library_, &algo, kTile, asked.tile);
+    set(*library_, &algo, kStages, asked.stages);
+    set(*library_, &algo, kSplitK, asked.split_k);
+    set(*library_, &algo, kReduction, asked.reduction);
+    set(*library_, &algo, kSwizzle, asked.swizzle);
+    set(*library_, &algo, kCustom, asked.custom);
+    if (asked.inner) set(*library_, &algo, kInner, *asked.inner);
+    if (asked.cluster) set(*library_, &algo, kCluster, *asked.cluster);
+    refused.algorithm = read_back(*library_, algo);
 
     // AlgoCheck fills neither `algo` nor, where it fails, `state`: start from "not accepted".
     cublasLtMatmulHeuristicResult_t result{};
     result.state = CUBLAS_STATUS_NOT_INITIALIZED;
-    expect_success(library_,
-                   library_.cublasLtMatmulAlgoCheck(handle_.get(), descriptor_.get(),
-                                                    layouts_.a.get(), layouts_.b.get(),
-                                                    layouts_.d.get(), layouts_.d.get(), &algo,
-                                                    &result),
+    expect_success(*library_,
+                   library_->cublasLtMatmulAlgoCheck(
+                       handle_.get(), descriptor_.get(), layouts_.a.get(), layouts_.b.get(),
+                       layouts_.d.get(), layouts_.d.get(), &algo, &result),
                    "AlgoCheck");
     result.algo = algo;
     return accepted(result, "AlgoCheck");
@@ -272,13 +268,13 @@ Answer Operation::check(const Algorithm& asked) const {
 std::vector<Answer> Operation::heuristic(int count, std::string* reason) const {
   try {
     cublasLtMatmulPreference_t raw = nullptr;
-    expect_success(library_, library_.cublasLtMatmulPreferenceCreate(&raw),
+    expect_success(*library_, library_->cublasLtMatmulPreferenceCreate(&raw),
                    "cublasLtMatmulPreferenceCreate");
-    Owned<cublasLtMatmulPreference_t> preference(raw, library_.cublasLtMatmulPreferenceDestroy);
+    Owned<cublasLtMatmulPreference_t> preference(raw, library_->cublasLtMatmulPreferenceDestroy);
     const auto prefer = [&](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
       expect_success(
-          library_,
-          library_.cublasLtMatmulPreferenceSetAttribute(raw, attribute, &value, sizeof(value)),
+          *library_,
+          library_->cublasLtMatmulPreferenceSetAttribute(raw, attribute, &value, sizeof(value)),
           "cublasLtMatmulPreferenceSetAttribute");
     };
     prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t{problem_.workspace_limit});
@@ -290,8 +286,8 @@ std::vector<Answer> Operation::heuristic(int count, std::string* reason) const {
     std::vector<cublasLtMatmulHeuristicResult_t> results(count);
     for (auto& result : results) result.state = CUBLAS_STATUS_NOT_INITIALIZED;
     int found = 0;
-    expect_success(library_,
-                   library_.cublasLtMatmulAlgoGetHeuristic(
+    expect_success(*library_,
+                   library_->cublasLtMatmulAlgoGetHeuristic(
                        handle_.get(), descriptor_.get(), layouts_.a.get(), layouts_.b.get(),
                        layouts_.d.get(), layouts_.d.get(), raw, count, results.data(), &found),
                    "heuristic");
@@ -309,8 +305,8 @@ std::vector<Answer> Operation::heuristic(int count, std::string* reason) const {
 
 Answer Operation::accepted(const cublasLtMatmulHeuristicResult_t& result, const char* call) const {
   Answer answer;
-  answer.algorithm = read_back(library_, result.algo);
-  answer.status = library_.name(result.state);
+  answer.algorithm = read_back(*library_, result.algo);
+  answer.status = library_->name(result.state);
   answer.workspace_bytes = result.workspaceSize;
   answer.waves = result.wavesCount;
   if (result.state != CUBLAS_STATUS_SUCCESS) {
@@ -319,22 +315,22 @@ Answer Operation::accepted(const cublasLtMatmulHeuristicResult_t& result, const 
     answer.reason = "needs " + std::to_string(result.workspaceSize) +
                     " bytes of workspace, the limit is " + std::to_string(problem_.workspace_limit);
   } else {
-    answer.reason = known_fault(column_major(problem_), &answer.algorithm, library_.version);
+    answer.reason = known_fault(column_major(problem_), &answer.algorithm, library_->version);
   }
   if (!answer.reason.empty()) {
     answer.reason += " for " + to_text(answer.algorithm);
     return answer;
   }
-  answer.executable = std::make_shared<const Executable>(Executable{
-      &library_, handle_, problem_, layouts_, result.algo, result.workspaceSize});
+  answer.executable = std::make_shared<const Executable>(
+      Executable{library_, handle_, problem_, layouts_, result.algo, result.workspaceSize});
   return answer;
 }
 
 std::vector<int> Operation::algorithm_ids() const {
   std::vector<int> ids(256);
   int found = 0;
-  expect_success(library_,
-                 library_.cublasLtMatmulAlgoGetIds(
+  expect_success(*library_,
+                 library_->cublasLtMatmulAlgoGetIds(
                      handle_.get(), CUBLAS_COMPUTE_32F, CUDA_R_32F, data_type(problem_.type),
                      data_type(problem_.type), data_type(problem_.out), data_type(problem_.out),
                      static_cast<int>(ids.size()), ids.data(), &found),
@@ -347,16 +343,16 @@ Capabilities Operation::capabilities(int algorithm_id) const {
   const cublasLtMatmulAlgo_t algo = init(algorithm_id);
   const auto read = [&](cublasLtMatmulAlgoCapAttributes_t attribute, void* to, size_t bytes) {
     size_t written = 0;
-    expect_success(library_,
-                   library_.cublasLtMatmulAlgoCapGetAttribute(&algo, attribute, to, bytes, &written),
-                   "AlgoCapGetAttribute");
+    expect_success(
+        *library_,
+        library_->cublasLtMatmulAlgoCapGetAttribute(&algo, attribute, to, bytes, &written),
+        "AlgoCapGetAttribute");
     return written;
   };
 
   Capabilities all;
-  for (const auto& [name, attribute] :
-       {std::pair{"tile_ids", CUBLASLT_ALGO_CAP_TILE_IDS},
-        std::pair{"stages_ids", CUBLASLT_ALGO_CAP_STAGES_IDS}}) {
+  for (const auto& [name, attribute] : {std::pair{"tile_ids", CUBLASLT_ALGO_CAP_TILE_IDS},
+                                        std::pair{"stages_ids", CUBLASLT_ALGO_CAP_STAGES_IDS}}) {
     std::vector<uint32_t> ids(read(attribute, nullptr, 0) / sizeof(uint32_t));
     if (!ids.empty()) read(attribute, ids.data(), ids.size() * sizeof(uint32_t));
     all.emplace_back(name, std::vector<int64_t>(ids.begin(), ids.end()));
@@ -392,16 +388,16 @@ std::string run(const Plan& plan, const Operands& row_major, void* stream) {
     // C is D under the same layout: with beta = 0 it is never read, and cuBLASLt since 13.1 takes
     // C == D only where the two layouts are one.
     expect_success(library,
-                   library.cublasLtMatmul(executable.handle.get(),                            //
-                                          descriptor.get(),                                   //
-                                          operands.alpha,                                     //
-                                          operands.a, executable.layouts.a.get(),             //
-                                          operands.b, executable.layouts.b.get(),             //
-                                          operands.beta,                                      //
-                                          operands.d, executable.layouts.d.get(),             // C
-                                          operands.d, executable.layouts.d.get(),             // D
-                                          &executable.algo,                                   //
-                                          operands.workspace, operands.workspace_bytes,       //
+                   library.cublasLtMatmul(executable.handle.get(),                       //
+                                          descriptor.get(),                              //
+                                          operands.alpha,                                //
+                                          operands.a, executable.layouts.a.get(),        //
+                                          operands.b, executable.layouts.b.get(),        //
+                                          operands.beta,                                 //
+                                          operands.d, executable.layouts.d.get(),        // C
+                                          operands.d, executable.layouts.d.get(),        // D
+                                          &executable.algo,                              //
+                                          operands.workspace, operands.workspace_bytes,  //
                                           static_cast<cudaStream_t>(stream)),
                    "cublasLtMatmul");
     return "";

@@ -27,7 +27,7 @@ struct Layouts {
 };
 
 struct Executable {
-  const Library* library;
+  std::shared_ptr<const Library> library;
   Handle handle;
   Problem problem;
   Layouts layouts;
@@ -38,7 +38,7 @@ struct Executable {
 class Operation {
  public:
   // Throws CallFailed where a descriptor can't be made.
-  Operation(const Library& library, Handle handle, const Problem& problem);
+  Operation(std::shared_ptr<const Library> library, Handle handle, const Problem& problem);
 
   // AlgoInit, every attribute, AlgoCheck. Never throws for a refusal.
   Answer check(const Algorithm& algorithm) const;
@@ -53,7 +53,7 @@ class Operation {
   cublasLtMatmulAlgo_t init(int algorithm_id) const;
   Answer accepted(const cublasLtMatmulHeuristicResult_t& result, const char* call) const;
 
-  const Library& library_;
+  std::shared_ptr<const Library> library_;
   Handle handle_;
   Problem problem_;
   Layouts layouts_;

@@ -1,8 +1,7 @@
 #include "pins.h"
 
+#include <algorithm>
 #include <functional>
-#include <map>
-#include <sstream>
 #include <stdexcept>
 #include <vector>
 
@@ -159,8 +158,8 @@ Match match(const Pin& pin, const Problem& problem, size_t version, PinPolicy po
       (pin.k != 0 && problem.k != pin.k)) {
     return {true, "pin is for another problem"};
   }
-  const bool anywhere = policy == PinPolicy::kAlways && problem.device.cc_major >= 10 &&
-                        pin == studied_pin();
+  const bool anywhere =
+      policy == PinPolicy::kAlways && problem.device.cc_major >= 10 && pin == studied_pin();
   if (!anywhere) {
     const Match device = device_match(pin, problem.device, version);
     if (!device.reason.empty()) return device;
@@ -169,9 +168,9 @@ Match match(const Pin& pin, const Problem& problem, size_t version, PinPolicy po
   if (pin.fills_chip && tile_shape(pin.algorithm.tile, &rows, &columns)) {
     const int64_t tiles = ceil_div(problem.n, rows) * ceil_div(problem.m, columns);
     if (tiles < problem.device.sm_count) {
-      return {false, "pin's " + tile_name(pin.algorithm.tile) + " tiles don't fill the chip: " +
-                         integer(tiles) + " for " + integer(problem.device.sm_count) +
-                         " multiprocessors"};
+      return {false, "pin's " + tile_name(pin.algorithm.tile) +
+                         " tiles don't fill the chip: " + integer(tiles) + " for " +
+                         integer(problem.device.sm_count) + " multiprocessors"};
     }
   }
   return {};
@@ -185,29 +184,25 @@ std::string to_text(const Pin& pin) {
 
 Pin parse_pin(const std::string& text) {
   Pin pin;
-  std::istringstream words(text);
-  std::string word;
-  while (words >> word) {
-    const size_t equals = word.find('=');
-    const std::string key = word.substr(0, equals);
-    const std::string value = equals == std::string::npos ? "" : word.substr(equals + 1);
+  for (size_t begin = text.find_first_not_of(' '); begin != std::string::npos;) {
+    const size_t end = std::min(text.find(' ', begin), text.size());
+    const size_t equals = std::min(text.find('=', begin), end);
+    const std::string key = text.substr(begin, equals - begin);
+    const std::string value = equals == end ? "" : text.substr(equals + 1, end - equals - 1);
     if (key == "evidence") {
-      std::string rest;
-      std::getline(words, rest);
-      pin.evidence = value + rest;
+      if (equals != end) pin.evidence = text.substr(equals + 1);
       break;
     }
-    bool known = false;
-    for (const Field& field : fields()) {
-      if (key != field.key) continue;
-      known = true;
-      try {
-        field.read(pin, value);
-      } catch (const std::invalid_argument& error) {
-        throw std::invalid_argument("pin: " + key + ": " + error.what());
-      }
+    const auto& all = fields();
+    const auto field =
+        std::find_if(all.begin(), all.end(), [&](const Field& field) { return key == field.key; });
+    if (field == all.end()) throw std::invalid_argument("pin: unknown key '" + key + "'");
+    try {
+      field->read(pin, value);
+    } catch (const std::invalid_argument& error) {
+      throw std::invalid_argument("pin: " + key + ": " + error.what());
     }
-    if (!known) throw std::invalid_argument("pin: unknown key '" + key + "'");
+    begin = text.find_first_not_of(' ', end);
   }
   return pin;
 }

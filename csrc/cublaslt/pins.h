@@ -15,7 +15,7 @@ namespace nvfp4::cublaslt {
 struct Pin {
   int cc_major = 0;  // exactly this compute capability
   int cc_minor = 0;
-  int sm_count = 0;  // 0: any
+  int sm_count = 0;             // 0: any
   size_t version_min = 130000;  // of cuBLASLt, both inclusive
   size_t version_max = 139999;
   ElementType type = ElementType::kNvfp4;
@@ -51,8 +51,9 @@ struct Match {
 };
 Match match(const Pin& pin, const Problem& problem, size_t library_version, PinPolicy policy);
 
-// One line of `key=value`, as files and the ops binary carry pins; `evidence` comes last and runs to
-// the end. Keys left out keep the defaults above. std::invalid_argument names what it can't read.
+// One line of `key=value`, as files and the ops binary carry pins; `evidence` comes last and runs
+// to the end. Keys left out keep the defaults above. std::invalid_argument names what it can't
+// read.
 std::string to_text(const Pin& pin);
 Pin parse_pin(const std::string& text);
 

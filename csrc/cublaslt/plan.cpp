@@ -140,7 +140,7 @@ struct Planner::State {
     bool transient = false;
     const std::string reason = impossible(problem, &transient);
     if (!reason.empty()) throw CallFailed(reason, "");
-    return Operation(*loaded.library, handles.at(problem.device.index), problem);
+    return Operation(loaded.library, handles.at(problem.device.index), problem);
   }
 
   const std::string* retirement(const Key& key, const Algorithm& algorithm) const {
@@ -319,7 +319,8 @@ Answer Planner::check(const Problem& problem, const Algorithm& algorithm) {
 }
 
 std::vector<Answer> Planner::heuristic(const Problem& problem, int count, std::string* reason) {
-  if (count < 1) throw std::invalid_argument("count must be at least 1, got " + std::to_string(count));
+  if (count < 1)
+    throw std::invalid_argument("count must be at least 1, got " + std::to_string(count));
   std::lock_guard<std::mutex> lock(state_->mutex);
   try {
     return state_->operation(problem).heuristic(count, reason);

@@ -79,7 +79,7 @@ class Planner {
   // cuBLASLt refused to launch a plan that had passed its check: its algorithm is never tried again
   // for this problem, and the next `plan` goes on to the next one. Until `clear`.
   void retire(const Problem& problem, const Plan& plan, const std::string& reason);
-  void clear();  // forgets plans and retirements, keeps pins and policy
+  void clear();                  // forgets plans and retirements, keeps pins and policy
   void reset(PinPolicy policy);  // as constructed: forgets user pins too
 
   // The newest user pin is asked first, the studied pin last. Cached plans are made anew.

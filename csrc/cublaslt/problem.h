@@ -1,4 +1,5 @@
-// What is to be multiplied, independent of how: D (m, n) = out(alpha · A (m, k) · B (n, k)^T + bias).
+// What is to be multiplied, independent of how: D (m, n) = out(alpha · A (m, k) · B (n, k)^T +
+// bias).
 //
 // Everything here is row-major and counted in elements. cuBLASLt's column-major view of the same
 // bytes is made in one place only, `column_major` in operation.cpp.
@@ -84,9 +85,7 @@ inline const char* name(OutType type) {
   return "?";
 }
 
-inline const char* name(PointerMode mode) {
-  return mode == PointerMode::kHost ? "host" : "device";
-}
+inline const char* name(PointerMode mode) { return mode == PointerMode::kHost ? "host" : "device"; }
 
 // The value whose name is `text`; std::invalid_argument lists the names for anything else.
 template <typename Enum>
@@ -101,8 +100,9 @@ Enum parse(const char* what, const std::string& text, std::initializer_list<Enum
 }
 
 inline ElementType parse_element_type(const std::string& text) {
-  return parse("type", text,
-               {ElementType::kNvfp4, ElementType::kBf16, ElementType::kFp16, ElementType::kFp8E4m3});
+  return parse(
+      "type", text,
+      {ElementType::kNvfp4, ElementType::kBf16, ElementType::kFp16, ElementType::kFp8E4m3});
 }
 
 inline OutType parse_out_type(const char* what, const std::string& text) {

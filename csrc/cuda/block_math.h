@@ -168,9 +168,13 @@ NVFP4_HD float refined_reciprocal(float d) {
   return fma_rn(fma_rn(-d, r, 1.0f), r, r);
 }
 
+// The one mantissa for which a reciprocal within an ulp may leave the quotient wrong.
+NVFP4_HD bool is_all_ones(float d) { return (~bits_from_float(d) & 0x7FFFFFu) == 0; }
+
 // x / d given r = refined_reciprocal(d). The residual is taken as d t0 - x so that the sign of a
 // zero x survives. Not always the correctly rounded quotient, but on the same side of every E2M1
-// decision point: see test_kernel_math.py. d in [2^-90, 2^114]; d = r = 0 gives x's signed zero.
+// decision point: see test_kernel_math.py. d in [2^-90, 2^114], not all ones; d = r = 0 gives x's
+// signed zero.
 NVFP4_HD float quotient(float x, float d, float r) {
   const float t0 = x * r;
   return fma_rn(fma_rn(d, t0, -x), -r, t0);
@@ -202,7 +206,8 @@ struct FastBlockScale {
   bool clamp;        // some quotient may reach 7
 };
 
-NVFP4_HD uint8_t e4m3_from_finite(float v) {
+// Equals e4m3_from_float for v >= 0.
+NVFP4_HD uint8_t e4m3_encode(float v) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
   uint16_t pair;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.0f), "f"(v));
@@ -212,7 +217,8 @@ NVFP4_HD uint8_t e4m3_from_finite(float v) {
 #endif
 }
 
-NVFP4_HD float e4m3_finite_to_float(uint8_t code) {
+// Equals e4m3_to_float, but for the bits of a NaN.
+NVFP4_HD float e4m3_decode(uint8_t code) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
   uint32_t halves;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(code)));
@@ -231,14 +237,14 @@ NVFP4_HD FastBlockScale fast_block_scale(float amax, const GlobalScale& g) {
   const float sixth = quotient(amax, kE2m1Max, kSixth);
   const float ratio = quotient_exact(sixth, g.g, g.reciprocal);
   FastBlockScale b;
-  b.code = e4m3_from_finite(ratio);
-  const float s32 = e4m3_finite_to_float(b.code) * g.g;
+  b.code = e4m3_encode(ratio);
+  const float s32 = e4m3_decode(b.code) * g.g;
   const bool zero = s32 == 0.0f;
   b.divisor = s32 * (1.0f / kQuotientScale);
   b.reciprocal = zero ? 0.0f : refined_reciprocal<RcpUlps>(b.divisor);
   // Within these bounds no residual above is rounded. NaN fails every comparison.
   b.fast = amax <= 0x1p40f && (amax >= 0x1p-96f || amax == 0.0f) &&
-           ((s32 >= 0x1p-90f && s32 <= 0x1p90f) || zero);
+           ((s32 >= 0x1p-90f && s32 <= 0x1p90f && !is_all_ones(s32)) || zero);
   b.clamp = !(amax * b.reciprocal < 6.9f * kQuotientScale);
   return b;
 }
@@ -249,9 +255,9 @@ NVFP4_HD FastBlockScale fast_block_scale(float amax, const GlobalScale& g) {
 constexpr float kFastSiluMax = 60.0f;
 
 // silu(v) for |v| <= kFastSiluMax, the same bytes: there no clamp acts, no power of two is needed
-// to keep the quotient normal, and the divide needs no special case. kRefine: for gates with more
-// than BF16's or FP16's few values, which are tested one by one without it.
-template <bool kRefine, int RcpUlps = 0>
+// to keep the quotient normal, and the divide needs no special case. kFewValues: v is a BF16 or an
+// FP16; for those the short division is tested one by one.
+template <bool kFewValues, int RcpUlps = 0>
 NVFP4_HD float fast_silu(float v) {
   const float j = fma_rn(v, -0x1.715476p+0f, 0x1.8p+23f);
   const float n = j - 0x1.8p+23f;
@@ -264,8 +270,11 @@ NVFP4_HD float fast_silu(float v) {
   const float u = fma_rn(h * r, r, r);
   const float s = float_from_bits((bits_from_float(j) << 23) + 0x3F800000u);
   const float d = s + fma_rn(u, s, 1.0f);
-  return kRefine ? quotient_exact(v, d, refined_reciprocal<RcpUlps>(d))
-                 : quotient(v, d, approximate_reciprocal<RcpUlps>(d));
+  if (!kFewValues) return v / d;
+  float reciprocal = approximate_reciprocal<RcpUlps>(d);
+  // d at v = 2^-23, the one value that needs a correctly rounded reciprocal.
+  if (d == 0x1.fffffep+0f) reciprocal = 0x1.000002p-1f;
+  return quotient(v, d, reciprocal);
 }
 
 }  // namespace nvfp4::cuda

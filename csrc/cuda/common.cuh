@@ -1,17 +1,15 @@
 // What the CUDA kernels share: launch checks, scalars, typed loads and stores, NaN bytes.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "../kernels.h"
 #include "../nvfp4.h"
+#include "ptx.cuh"
 
 namespace nvfp4::cuda {
 
@@ -25,9 +23,18 @@ inline void check(cudaError_t status, const char* what) {
   }
 }
 
-inline void check_launch(const char* kernel) { check(cudaGetLastError(), kernel); }
-
 inline cudaStream_t as_stream(Stream stream) { return static_cast<cudaStream_t>(stream); }
+
+// Launches `kernel` and throws where that fails; `name` is for the message.
+template <typename... Parameters, typename... Arguments>
+void launch(const char* name, void (*kernel)(Parameters...), dim3 grid, int threads, Stream stream,
+            Arguments&&... arguments) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.stream = as_stream(stream);
+  check(cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...), name);
+}
 
 inline bool is_aligned(const void* pointer, size_t bytes) {
   return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
@@ -85,35 +92,12 @@ __device__ __forceinline__ float load_as_float(const void* base, DType type, int
   }
 }
 
-// prmt: selector nibble i picks byte i of the result among a's four bytes and b's; bit 3 of a
-// nibble repeats that byte's top bit instead.
-__device__ __forceinline__ uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
-  uint32_t r;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(selector));
-  return r;
-}
-
-// max that a NaN operand turns into NaN.
-__device__ __forceinline__ float max_nan(float a, float b) {
-  float r;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
-  return r;
-}
-
 // Eight consecutive elements of T, as loaded.
 template <typename T>
 struct Raw8 {
   static constexpr int kWords = sizeof(T) == 4 ? 2 : 1;
   uint4 word[kWords];
 };
-
-__device__ __forceinline__ uint4 load_streaming(const void* p) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p));
-  return v;
-}
 
 // kAligned: p is 16-byte aligned; else p has T's alignment.
 template <bool kAligned, typename T>
@@ -161,22 +145,6 @@ __device__ __forceinline__ void widen(const Raw8<T>& raw, float (&out)[8]) {
     const uint32_t w[4] = {raw.word[0].x, raw.word[0].y, raw.word[0].z, raw.word[0].w};
     for (int i = 0; i < 4; ++i) widen_pair(w[i], out[2 * i], out[2 * i + 1], T{});
   }
-}
-
-// |a| and |b| pair by pair, NaN where either is NaN.
-__device__ __forceinline__ uint32_t max_abs_pair(uint32_t a, uint32_t b, __nv_bfloat16) {
-  uint32_t r;
-  asm("{.reg .b32 x, y;\n abs.bf16x2 x, %1;\n abs.bf16x2 y, %2;\n max.NaN.bf16x2 %0, x, y;}"
-      : "=r"(r)
-      : "r"(a), "r"(b));
-  return r;
-}
-__device__ __forceinline__ uint32_t max_abs_pair(uint32_t a, uint32_t b, __half) {
-  uint32_t r;
-  asm("{.reg .b32 x, y;\n abs.f16x2 x, %1;\n abs.f16x2 y, %2;\n max.NaN.f16x2 %0, x, y;}"
-      : "=r"(r)
-      : "r"(a), "r"(b));
-  return r;
 }
 
 __device__ __forceinline__ float abs_max8(const float (&v)[8]) {

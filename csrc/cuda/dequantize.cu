@@ -37,12 +37,7 @@ struct DequantizeArgs {
 __device__ __forceinline__ void decode8_to_float(uint32_t word, float s, float (&v)[8]) {
   uint32_t pairs[4];
   // One multiply in FP32 in place of decode8's two: bits of e2m1 * 2^-126, times s * 2^119.
-  const uint32_t even = word & 0x0F0F0F0Fu;
-  const uint32_t odd = (word >> 4) & 0x0F0F0F0Fu;
-  pairs[0] = permute_bytes(even, odd, 0x8480);
-  pairs[1] = permute_bytes(even, odd, 0x9591);
-  pairs[2] = permute_bytes(even, odd, 0xA6A2);
-  pairs[3] = permute_bytes(even, odd, 0xB7B3);
+  spread_pairs(word, pairs);
   const float scale = s * 0x1p119f;
   for (int i = 0; i < 4; ++i) {
     float low, high;
@@ -54,17 +49,6 @@ __device__ __forceinline__ void decode8_to_float(uint32_t word, float s, float (
 
 __device__ __forceinline__ void store16(void* p, uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
   *static_cast<uint4*>(p) = make_uint4(x, y, z, w);
-}
-
-template <typename T>
-__device__ __forceinline__ uint32_t round_pair(float low, float high) {
-  uint32_t r;
-  if constexpr (std::is_same_v<T, __half>) {
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-  } else {
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-  }
-  return r;
 }
 
 // Eight values without NaN, as T. kAligned: `out` is 16-byte aligned.
@@ -88,7 +72,7 @@ template <typename T, bool kAligned, bool kUnitScale>
 __device__ __forceinline__ void dequantize8(uint32_t word, uint32_t code, float g, bool g_finite,
                                             T* out) {
   const bool nan = (code & 0x7Fu) == kE4m3Nan;
-  const float s = scale_to_float(code);
+  const float s = e4m3_decode(static_cast<uint8_t>(code));
   if (nan || !g_finite) {
     for (int i = 0; i < 8; ++i) {
       const float exact = e2m1_to_float((word >> (4 * i)) & 0xFu) * e4m3_to_float(code);
@@ -158,13 +142,11 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(const DequantizeAr
 template <typename T, bool kAligned>
 void launch_dequantize(const DequantizeArgs& a, Stream stream) {
   const int64_t needed = ceil_div(a.rows * a.steps_per_row, kWarps);
-  const auto grid = static_cast<unsigned>(std::min<int64_t>(needed, kMaxGrid));
+  const dim3 grid(static_cast<unsigned>(std::min<int64_t>(needed, kMaxGrid)));
   const bool unit = a.global_scale.device == nullptr && a.global_scale.value == 1.0f;
-  if (unit) {
-    dequantize_kernel<T, kAligned, true><<<grid, kThreads, 0, as_stream(stream)>>>(a);
-  } else {
-    dequantize_kernel<T, kAligned, false><<<grid, kThreads, 0, as_stream(stream)>>>(a);
-  }
+  launch("dequantize",
+         unit ? dequantize_kernel<T, kAligned, true> : dequantize_kernel<T, kAligned, false>, grid,
+         kThreads, stream, a);
 }
 
 // --------------------------------------------------------------------------------- scale layouts
@@ -226,16 +208,11 @@ void launch_scale_layout(const SwizzleParams& p, Stream stream) {
   const int64_t tiles_per_row = ceil_div(p.cols, kTileCols);
   const int64_t parts = tile_rows * tiles_per_row * kTileParts;
   if (parts == 0) return;
-  const auto grid = static_cast<unsigned>(std::min<int64_t>(ceil_div(parts, kThreads), kMaxGrid));
+  const dim3 grid(static_cast<unsigned>(std::min<int64_t>(ceil_div(parts, kThreads), kMaxGrid)));
   const bool aligned = p.cols % kTileCols == 0 && is_aligned(p.in, 4) && is_aligned(p.out, 4);
-  if (aligned) {
-    scale_layout_kernel<kSwizzle, true><<<grid, kThreads, 0, as_stream(stream)>>>(
-        p.in, p.out, p.rows, p.cols, tiles_per_row, parts);
-  } else {
-    scale_layout_kernel<kSwizzle, false><<<grid, kThreads, 0, as_stream(stream)>>>(
-        p.in, p.out, p.rows, p.cols, tiles_per_row, parts);
-  }
-  check_launch(kSwizzle ? "swizzle_scales" : "unswizzle_scales");
+  launch(kSwizzle ? "swizzle_scales" : "unswizzle_scales",
+         aligned ? scale_layout_kernel<kSwizzle, true> : scale_layout_kernel<kSwizzle, false>, grid,
+         kThreads, stream, p.in, p.out, p.rows, p.cols, tiles_per_row, parts);
 }
 
 // -------------------------------------------------------------------------------------- epilogue
@@ -283,12 +260,8 @@ void launch_epilogue(const EpilogueParams& p, Stream stream) {
                        p.out_row_stride % kEpilogueColumns == 0;
   const dim3 grid(static_cast<unsigned>(ceil_div(p.n, kThreads * kEpilogueColumns)),
                   static_cast<unsigned>(std::min<int64_t>(p.rows, 4096)));
-  if (aligned) {
-    epilogue_kernel<T, true><<<grid, kThreads, 0, as_stream(stream)>>>(p);
-  } else {
-    epilogue_kernel<T, false><<<grid, kThreads, 0, as_stream(stream)>>>(p);
-  }
-  check_launch("epilogue");
+  launch("epilogue", aligned ? epilogue_kernel<T, true> : epilogue_kernel<T, false>, grid, kThreads,
+         stream, p);
 }
 
 }  // namespace
@@ -314,7 +287,6 @@ void dequantize(const DequantizeParams& p, Stream stream) {
       launch_dequantize<T, false>(a, stream);
     }
   });
-  check_launch("dequantize");
 }
 
 void swizzle_scales(const SwizzleParams& p, Stream stream) { launch_scale_layout<true>(p, stream); }

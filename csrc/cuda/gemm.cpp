@@ -241,4 +241,8 @@ void gemm(const GemmParams& p, const Tensor& like, Stream stream) {
                                   ", k = ", p.k, ")"));
 }
 
+void grouped_gemm(const GroupedGemmParams&, const Tensor&, Stream) {
+  throw std::runtime_error("grouped_gemm has no CUDA kernel yet: move the operands to the CPU");
+}
+
 }  // namespace nvfp4::cuda

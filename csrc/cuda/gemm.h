@@ -9,4 +9,7 @@ namespace nvfp4::cuda {
 // device, which is current. std::runtime_error lists every rung's reason where none does.
 void gemm(const GemmParams& p, const Tensor& like, Stream stream);
 
+// See grouped_gemm in ops.py. Never reads offs, gather or scatter on the host.
+void grouped_gemm(const GroupedGemmParams& p, const Tensor& like, Stream stream);
+
 }  // namespace nvfp4::cuda

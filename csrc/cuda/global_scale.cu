@@ -128,22 +128,17 @@ void global_scale(const AmaxParams& p, void* scratch, Stream stream) {
   const int64_t blocks =
       steps <= kOneBlockSteps ? 1 : std::min<int64_t>(ceil_div(steps, kWarps), most);
   a.out = blocks == 1 ? p.out : nullptr;
-  const auto grid = static_cast<unsigned>(blocks);
+  const dim3 grid(static_cast<unsigned>(blocks));
   dispatch(p.x_type, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     const bool aligned = is_aligned(p.x, 16) &&
                          (a.rows <= 1 || p.x_row_stride * static_cast<int64_t>(sizeof(T)) % 16 == 0);
-    if (aligned) {
-      amax_kernel<T, true><<<grid, kThreads, 0, as_stream(stream)>>>(a);
-    } else {
-      amax_kernel<T, false><<<grid, kThreads, 0, as_stream(stream)>>>(a);
-    }
+    launch("global_scale", aligned ? amax_kernel<T, true> : amax_kernel<T, false>, grid, kThreads,
+           stream, a);
   });
-  check_launch("global_scale");
   if (blocks > 1) {
-    finish_kernel<<<1, kThreads, 0, as_stream(stream)>>>(a.partial, static_cast<int>(blocks),
-                                                         p.out);
-    check_launch("global_scale");
+    launch("global_scale", finish_kernel, dim3(1), kThreads, stream, a.partial,
+           static_cast<int>(blocks), p.out);
   }
 }
 

@@ -91,7 +91,7 @@ __device__ __forceinline__ void widen_input(const Input<T, kSwiglu>& in, float (
       widen(in.x[h], v[h]);
       widen(in.up[h], up);
       if (fast) {
-        for (int i = 0; i < 8; ++i) v[h][i] = fast_silu<sizeof(T) == 4>(v[h][i]) * up[i];
+        for (int i = 0; i < 8; ++i) v[h][i] = fast_silu<sizeof(T) == 2>(v[h][i]) * up[i];
       } else {
         for (int i = 0; i < 8; ++i) v[h][i] = swiglu_plain(v[h][i], up[i]);
       }
@@ -253,14 +253,11 @@ void launch_quantize(const QuantizeParams& p, Stream stream) {
                        is_aligned(p.data, 4) && is_aligned(p.block_scale, 4);
   const int64_t needed = ceil_div(a.scale_rows * a.segments, kWarps);
   const int resident = sizeof(T) == 4 ? 2 : 3;
-  const auto grid = static_cast<unsigned>(
-      std::min<int64_t>(needed, int64_t{current_device().sm_count} * resident));
-  if (aligned) {
-    quantize_kernel<T, kSwiglu, true><<<grid, kThreads, 0, as_stream(stream)>>>(a);
-  } else {
-    quantize_kernel<T, kSwiglu, false><<<grid, kThreads, 0, as_stream(stream)>>>(a);
-  }
-  check_launch(kSwiglu ? "swiglu_quantize" : "quantize");
+  const dim3 grid(static_cast<unsigned>(
+      std::min<int64_t>(needed, int64_t{current_device().sm_count} * resident)));
+  launch(kSwiglu ? "swiglu_quantize" : "quantize",
+         aligned ? quantize_kernel<T, kSwiglu, true> : quantize_kernel<T, kSwiglu, false>, grid,
+         kThreads, stream, a);
 }
 
 }  // namespace

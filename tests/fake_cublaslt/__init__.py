@@ -1,9 +1,9 @@
 """A cuBLASLt that needs no GPU: builds `fake_cublaslt.cpp` and drives it.
 
-    fake = Fake()                       # the double of a GB10's library, reset
-    fake.configure(check_status=15)     # the next AlgoChecks say NOT_SUPPORTED
-    planner = _cublaslt.Planner(fake.path)
-    fake.calls("cublasLtMatmulAlgoCheck")
+fake = Fake()                       # the double of a GB10's library, reset
+fake.configure(check_status=15)     # the next AlgoChecks say NOT_SUPPORTED
+planner = _cublaslt.Planner(fake.path)
+fake.calls("cublasLtMatmulAlgoCheck")
 """
 
 import ctypes
@@ -34,22 +34,25 @@ def cublas_package():
     return None
 
 
-def header():
-    """Path of the cublasLt.h to build against."""
+def include_folders():
+    """Where cublasLt.h and the CUDA types it includes may be, best first."""
     package = cublas_package()
     roots = [package] if package else []
     roots += [Path(home) for home in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if home]
-    for root in roots:
-        path = root / "include" / "cublasLt.h"
-        if path.exists():
-            return path
+    return [root / "include" for root in roots if (root / "include").is_dir()]
+
+
+def header():
+    """Path of the cublasLt.h to build against."""
+    for folder in include_folders():
+        if (folder / "cublasLt.h").exists():
+            return folder / "cublasLt.h"
     raise FileNotFoundError("no cublasLt.h: install nvidia-cublas>=13.0,<14 or set CUDA_HOME")
 
 
 @functools.cache
 def build(*defines):
     """Path of the double, compiled once per content: `build("FAKE_WITHOUT_ALGO_CHECK")`."""
-    include = header().parent
     content = SOURCE.read_bytes() + header().read_bytes() + repr(defines).encode()
     digest = hashlib.sha256(content).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"nvfp4_fake_cublaslt_{os.getuid()}"
@@ -61,7 +64,8 @@ def build(*defines):
         # -Bsymbolic: its calls to itself stay inside, also beside the real library.
         command += ["-shared", "-fPIC", "-fvisibility=hidden", "-Wl,-Bsymbolic"]
         command += [f"-D{define}" for define in defines]
-        command += [f"-I{include}", str(SOURCE), "-o", str(partial)]
+        command += [f"-I{folder}" for folder in include_folders()]
+        command += [str(SOURCE), "-o", str(partial)]
         subprocess.run(command, check=True)
         partial.rename(library)
     return library

@@ -1,0 +1,134 @@
+#!/usr/bin/env bash
+# One visit to a GPU machine, from the repository root: tests, benchmarks, counters, sanitizers.
+#
+#   OUT=DIR bench/gpu_session.sh [SECTION...]     default: all but build and twogpu
+#   bench/gpu_session.sh --list                   the sections and their limits in seconds
+#
+# Every section has a limit of its own, and all of them together BUDGET_S (default 560); a section
+# that fails or runs out of time does not stop the next. DIR gets two files, up to date after every
+# section: summary.txt and session.tar.gz (results/ to commit, logs/, ncu's report).
+#
+# PYTHON      the interpreter (default python3)
+# BUILD_ENV   for the section build, e.g. "NVFP4_EXTENSIONS=_cublaslt NVFP4_CUDA_ARCHS=90a"
+# BENCH_ARGS  for the benchmarks, e.g. "--only quantize --no-compile"
+# BENCH_COMMIT  what the results name as commit where the tree has no git
+set -u
+cd "$(dirname "$0")/.." || exit 2
+PYTHON="${PYTHON:-python3}"
+BUDGET_S="${BUDGET_S:-560}"
+
+declare -A LIMIT=(
+  [build]=300 [env]=30 [test]=180 [ladder]=60 [gemm]=90 [producer]=150 [overhead]=45
+  [ncu]=120 [memcheck]=90 [racecheck]=90 [initcheck]=90 [twogpu]=60
+)
+DEFAULT=(env test ladder gemm producer overhead ncu memcheck racecheck initcheck)
+
+if [ "${1:-}" = --list ]; then
+  for name in build "${DEFAULT[@]}" twogpu; do echo "$name ${LIMIT[$name]}"; done
+  exit 0
+fi
+for name in "$@"; do
+  [ -n "${LIMIT[$name]:-}" ] || { echo "no section '$name': see $0 --list"; exit 2; }
+done
+: "${OUT:?set OUT to the folder that gets summary.txt and session.tar.gz}"
+mkdir -p "$OUT" && OUT="$(cd "$OUT" && pwd)" || exit 2
+
+WORK="$(mktemp -d)"
+trap 'rm -rf "$WORK"' EXIT
+RESULTS="$WORK/session/results" LOGS="$WORK/session/logs"
+mkdir -p "$RESULTS" "$LOGS"
+export PYTHONPATH="$PWD" PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+export TORCHINDUCTOR_CACHE_DIR="$WORK/inductor" TRITON_CACHE_DIR="$WORK/triton"
+
+# ---------------------------------------------------------------------------------- the sections
+
+build() { env ${BUILD_ENV:-NVFP4_CUDA_ARCHS=90a} "$PYTHON" setup.py -q build_ext --inplace; }
+
+env_() {
+  nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.sm,clocks.max.sm --format=csv
+  nvcc --version | grep release
+  ncu --version | tail -1
+  compute-sanitizer --version | head -1
+  "$PYTHON" - <<'PROGRAM'
+import torch
+from nvfp4_linear import machine
+print(machine.versions(), "CUDA kernels:", machine.has_cuda_kernels())
+print(torch.cuda.get_device_properties(0))
+assert machine.has_cuda_kernels(), "the build has no CUDA kernels: run the section build"
+PROGRAM
+}
+
+test_() { "$PYTHON" -m pytest -m gpu -q -p no:cacheprovider; }
+
+bench() { "$PYTHON" -m "bench.$1" --device cuda --out "$RESULTS" ${BENCH_ARGS:-}; }
+ladder() { "$PYTHON" -m bench.ladder_check --device cuda --out "$RESULTS"; }
+gemm() { bench gemm && draw; }
+producer() { bench producer; }
+overhead() { bench overhead; }
+draw() { "$PYTHON" -m bench.plot "$RESULTS/gemm.json" || true; }
+
+ncu_() { "$PYTHON" -m bench.profile ncu --out "$RESULTS" --raw "$WORK/session/ncu"; }
+
+# cuBLASLt's own kernels are left out; initcheck, which would then take what they wrote for never
+# written, goes without the path through them.
+sanitizer() {
+  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$1" --error-exitcode 9 \
+    --report-api-errors no --print-limit 20 --kernel-name-exclude 'regex=nvjet|xmma|cutlass|cublas' \
+    "$PYTHON" -m bench.sanitize "${@:2}"
+}
+memcheck() { sanitizer memcheck --with-cublaslt; }
+racecheck() { sanitizer racecheck --with-cublaslt; }
+initcheck() { sanitizer initcheck; }
+
+# Two GPUs of one host: the GPU tests that need them, and the kernels on the second one.
+twogpu() {
+  CUDA_VISIBLE_DEVICES=1 "$PYTHON" -m bench.sanitize --with-cublaslt &&
+    "$PYTHON" -m bench.ladder_check --device cuda --only repeat --out "$WORK/twogpu"
+}
+
+# ------------------------------------------------------------------------------------ running them
+
+pack() {
+  tar -C "$WORK" -czf "$OUT/.session.part" session && mv "$OUT/.session.part" "$OUT/session.tar.gz"
+  cp "$WORK/summary" "$OUT/summary.txt"
+}
+
+run_section() {
+  local name="$1" limit="${LIMIT[$1]}" left=$((BUDGET_S - SECONDS)) start=$SECONDS code
+  local log="$LOGS/$name.log" function="$name"
+  case "$name" in env | test | ncu) function="${name}_" ;; esac
+  [ "$limit" -le "$left" ] || limit="$left"
+  if [ "$limit" -lt 15 ]; then
+    echo "$name | skipped | 0 s | the budget of $BUDGET_S s is spent" >>"$WORK/summary"
+    failed=1
+    return
+  fi
+  echo "== $name (at most $limit s)"
+  # timeout runs a program, not a function: a shell that has them all and calls one.
+  SESSION_FUNCTION="$function" timeout -k 10 "$limit" bash -c "$FUNCTIONS" >"$log" 2>&1
+  code=$?
+  if [ "$code" -ne 0 ]; then
+    failed=1
+    tail -n 15 "$log"
+  fi
+  local result="ok"
+  [ "$code" -eq 0 ] || result="failed ($code)"
+  [ "$code" -ne 124 ] || result="timed out"
+  echo "$name | $result | $((SECONDS - start)) s | $(tail -n 1 "$log" | cut -c -150)" >>"$WORK/summary"
+  pack
+}
+
+FUNCTIONS="$(declare -f build env_ test_ bench ladder gemm producer overhead draw ncu_ sanitizer \
+  memcheck racecheck initcheck twogpu)
+\"\$SESSION_FUNCTION\""
+export PYTHON RESULTS LOGS WORK
+failed=0
+[ $# -gt 0 ] || set -- "${DEFAULT[@]}"
+: >"$WORK/summary"
+for name in "$@"; do run_section "$name"; done
+pack
+echo
+"$PYTHON" -m bench.report "$RESULTS"/*.json 2>/dev/null
+echo "section | result | time | last line"
+cat "$WORK/summary"
+exit "$failed"

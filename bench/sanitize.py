@@ -1,0 +1,138 @@
+"""Every kernel once, at ragged sizes, for compute-sanitizer: memcheck, racecheck, initcheck.
+
+Outputs are compared with the CPU's, so that a run which the sanitizer finds clean was also right.
+Run it with PYTORCH_NO_CUDA_MEMORY_CACHING=1: each tensor is then an allocation of its own, and a
+step past its end is seen. `--with-cublaslt` adds the path through cuBLASLt (decode, product,
+epilogue), whose own kernels a sanitizer checks too: exclude them by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from bench.check import Operand, WrongOutput, agreement, ops, require_same_bytes
+
+SIZES = ((1, 16), (5, 48), (33, 80), (129, 528))  # rows, k
+GEMM_SIZES = ((1, 1, 16), (7, 33, 80), (16, 129, 528), (32, 72, 1040))  # m, n, k
+DECODED_SIZES = ((33, 24, 48), (130, 72, 528))
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SEED = 7
+
+
+def values(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """Normal, with zero, Inf and NaN among them, on the CPU."""
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(SEED))
+    x[0, 0] = 0.0
+    if rows > 2:
+        x[1, 1], x[2, 2] = torch.inf, torch.nan
+        x[-1] = 0.0
+    return x.to(dtype)
+
+
+def off_alignment(x: Tensor, device: str) -> Tensor:
+    """x on the device, one element past an aligned address."""
+    storage = torch.zeros(x.numel() + 1, dtype=x.dtype, device=device)
+    storage[1:] = x.reshape(-1).to(device)
+    return storage[1:].view(x.shape)
+
+
+def producers(device: str) -> Iterator[str]:
+    """quantize, swiglu_quantize, dequantize, global_scale and both swizzles; yields what ran."""
+    for rows, k in SIZES:
+        for dtype in DTYPES:
+            x, gate_up = values(rows, k, dtype), values(rows, 2 * k, dtype)
+            g = ops.global_scale(x)
+            on_device = {"aligned": x.to(device), "unaligned": off_alignment(x, device)}
+            for how, there in on_device.items():
+                for swizzled in (True, False):
+                    name = f"quantize {rows}x{k} {dtype} {how} swizzled={swizzled}"
+                    got = ops.quantize(there, g.to(device), swizzled=swizzled)
+                    require_same_bytes(name, got, ops.quantize(x, g, swizzled=swizzled))
+                    yield name
+                require_same_bytes("global_scale", ops.global_scale(there), g)
+            for pad in (1, 128):
+                name = f"swiglu_quantize {rows}x{2 * k} {dtype} pad_rows_to={pad}"
+                got = ops.swiglu_quantize(gate_up.to(device), g.to(device), pad_rows_to=pad)
+                expected = ops.swiglu_quantize(gate_up, g, pad_rows_to=pad)
+                require_same_bytes(name, got, expected)
+                yield name
+            yield from scales_and_dequantize(x, g, dtype, device)
+
+
+def scales_and_dequantize(x: Tensor, g: Tensor, dtype: torch.dtype, device: str) -> Iterator[str]:
+    rows, cols = x.shape[0], x.shape[1] // 16
+    for swizzled in (True, False):
+        data, scale = ops.quantize(x, g, swizzled=swizzled)
+        name = f"dequantize {rows}x{x.shape[1]} to {dtype} swizzled={swizzled}"
+        options = {"swizzled": swizzled, "out_dtype": dtype}
+        got = ops.dequantize(data.to(device), scale.to(device), g.to(device), **options)
+        require_same_bytes(name, got, ops.dequantize(data, scale, g, **options))
+        yield name
+    swizzled_scale = ops.swizzle_scales(scale)
+    require_same_bytes("swizzle_scales", ops.swizzle_scales(scale.to(device)), swizzled_scale)
+    got = ops.unswizzle_scales(swizzled_scale.to(device), rows, cols)
+    require_same_bytes("unswizzle_scales", got, scale)
+    yield f"swizzle_scales and back {rows}x{cols}"
+
+
+def gemms(device: str, sizes: tuple[tuple[int, int, int], ...]) -> Iterator[str]:
+    """gemm and gemm_a16w4 with every output and bias type; yields what ran."""
+    for m, n, k in sizes:
+        a = Operand(*ops.quantize(torch.randn(m, k), None))
+        b = Operand(*ops.quantize(torch.randn(n, k), None))
+        y = device_gemm(a, b, device)
+        agreement(y.cpu(), a, b)
+        yield f"gemm {m}x{n}x{k}"
+        dense = a.decode()
+        there = ops.gemm_a16w4(dense.to(device), b.data.to(device), b.scale.to(device))
+        agreement(there.cpu(), dense, b)
+        yield f"gemm_a16w4 {m}x{n}x{k}"
+        for out in DTYPES:
+            for bias in DTYPES:
+                with_bias = device_gemm(a, b, device, torch.ones(n, dtype=bias, device=device), out)
+                off = (with_bias.float() - y.float() - 1).abs().max()
+                if not off <= 0.02 * (1 + y.float().abs().max()):  # three roundings to 16 bits
+                    raise WrongOutput(f"gemm {m}x{n}x{k}, {bias} bias, {out} out: off by {off}")
+                yield f"gemm {m}x{n}x{k}, {bias} bias, {out} out"
+
+
+def device_gemm(
+    a: Operand,
+    b: Operand,
+    device: str,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    tensors = (t.to(device) for t in (a.data, b.data, a.scale, b.scale))
+    alpha = torch.ones((), device=device)
+    return ops.gemm(*tensors, alpha, bias, out_dtype)
+
+
+def main(argv: list[str] | None = None) -> int:
+    p = argparse.ArgumentParser(
+        prog="python -m bench.sanitize", description=__doc__.split("\n\n")[0]
+    )
+    p.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    p.add_argument("--with-cublaslt", action="store_true", help="also m > 32, through cuBLASLt")
+    p.add_argument("--verbose", action="store_true", help="name what runs")
+    args = p.parse_args(argv)
+    torch.manual_seed(SEED)
+    count = 0
+    sizes = GEMM_SIZES + (DECODED_SIZES if args.with_cublaslt else ())
+    for part in (producers(args.device), gemms(args.device, sizes)):
+        for name in part:
+            count += 1
+            if args.verbose:
+                print(name, flush=True)
+    if args.device == "cuda":
+        torch.cuda.synchronize()
+    print(f"{count} calls, every output as on the CPU")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

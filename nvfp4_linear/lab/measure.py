@@ -1,0 +1,328 @@
+"""Operands of one problem, an algorithm's output compared by bytes, and its time. In the child.
+
+    sample      time of `repeats` launches between two CUDA events / repeats; on the CPU, where
+                only a test double runs, the host's clock around them
+    pair        one sample of the heuristic's plan and one of the candidate's, in either order
+    exact       every byte of the output buffer equals the heuristic's, after the buffer and the
+                workspace were filled with 0x7F: an element nobody wrote, or one written outside
+                the matrix, is seen
+
+The heuristic's own plan is timed as cuBLASLt returned it. A candidate is made as a pin makes it:
+AlgoInit, every attribute, AlgoCheck. Launches go round copies of operands and output that together
+exceed twice L2; where one set is larger than that, there is one. A spin kernel before the first
+event lets the launches queue up behind it, so that the host's speed is not timed.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import nvfp4_linear  # noqa: F401  (registers torch.ops.nvfp4, which quantizes the operands)
+
+POISON = 0x7F
+ALIGNMENT = 256  # what a Problem promises cuBLASLt at most
+SAMPLE_S = 1e-3  # work in a sample: long beside the resolution of events, about 0.5 us
+MAX_REPEATS = 64
+ROTATION = 2  # times L2
+MAX_COPIES = 16
+SPIN_CYCLES_PER_LAUNCH = 40_000  # 20 us at 2 GHz: longer than a launch takes the host
+HOPELESS = 1.25  # a candidate this much slower than the heuristic is not sampled again
+E4M3_MAX = 448.0
+# A launch refused like this has reached no GPU.
+HARMLESS_AT_LAUNCH = (
+    "cublasLtMatmul CUBLAS_STATUS_NOT_SUPPORTED",
+    "cublasLtMatmul CUBLAS_STATUS_INVALID_VALUE",
+    "cublasLtMatmul CUBLAS_STATUS_ARCH_MISMATCH",
+)
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+BITS = {2: torch.int16, 4: torch.int32}
+
+
+class Measurement:
+    """One problem on one device: operands, the heuristic's plan and its output.
+
+    problem: a `_cublaslt.Problem`. device: "cuda" or "cpu"; on the CPU cuBLASLt must be a double
+    that computes on host memory.
+    """
+
+    def __init__(self, lt: Any, planner: Any, problem: Any, *, device: str, seed: int) -> None:
+        self._lt, self._planner, self._problem = lt, planner, problem
+        self._shape = problem.as_dict()
+        if device == "cuda":
+            torch.cuda.empty_cache()  # of the problem before
+        self._clock = _EventClock() if device == "cuda" else _HostClock()
+        answers = planner.heuristic(problem, 8)
+        accepted = [answer for answer in answers["answers"] if answer["ok"]]
+        if not accepted:
+            raise ValueError(f"the heuristic has no answer to compare with: {answers['reason']}")
+        self._baseline = accepted[0]["plan"]
+        self._buffers = _Buffers(self._shape, device, seed, self._clock.l2_bytes)
+        self._launches = [
+            lt.Operands(**addresses, stream=self._clock.stream)
+            for addresses in self._buffers.addresses()
+        ]
+        self._plans: dict[str, Any] = {}
+        self._reference = self._output_of(self._baseline).clone()
+        self._reproducible = difference(self._output_of(self._baseline), self._reference) is None
+        self._repeats = 1
+        warm = [self._sample(self._baseline) for _ in range(4)]
+        estimate = max(statistics.median(warm[1:]), 1e-7)
+        if device == "cuda":
+            self._repeats = min(MAX_REPEATS, max(1, math.ceil(SAMPLE_S / estimate)))
+
+    def describe(self) -> dict[str, Any]:
+        """What the result file keeps about how this was measured."""
+        return {
+            "baseline": self._baseline.algorithm,
+            "reproducible": self._reproducible,
+            "repeats": self._repeats,
+            "copies": len(self._launches),
+            "clock": self._clock.name,
+            "device": self._clock.device_name,
+            "l2_bytes": self._clock.l2_bytes,
+            "torch": torch.__version__,
+        }
+
+    def screen(self, algorithm: Any, samples: int) -> dict[str, Any]:
+        """Compares one candidate's output, then times up to `samples` pairs, fewer if hopeless."""
+        plan, refused = self._plan(algorithm)
+        if refused:
+            return {"refused": refused}
+        try:
+            wrong = difference(self._output_of(plan), self._reference)
+        except RuntimeError as error:
+            if not any(status in str(error) for status in HARMLESS_AT_LAUNCH):
+                raise  # the GPU's context may be lost: the parent starts another process
+            return {"refused": str(error)}
+        base, own = [], []
+        for number in range(samples):
+            pair = self._pair(plan, swap=number % 2 == 1)
+            base.append(pair["heuristic_s"])
+            own.append(pair["s"])
+            wrong = wrong or pair["difference"]
+            if own[-1] > HOPELESS * base[-1]:
+                break
+        return {"heuristic_s": base, "s": own, "difference": wrong}
+
+    def round(
+        self, algorithms: list[Any], number: int, at: Callable[[int], None]
+    ) -> list[dict[str, Any]]:
+        """One pair for the heuristic against itself, then one for each candidate.
+
+        Even rounds go AB through the list, odd ones BA backwards. at: told each position in
+        `algorithms`, -1 for the heuristic, before it runs.
+        """
+        plans = [self._baseline, *(self._plan(algorithm)[0] for algorithm in algorithms)]
+        pairs: list[dict[str, Any]] = [{} for _ in plans]
+        order = range(len(plans)) if number % 2 == 0 else reversed(range(len(plans)))
+        for index in order:
+            at(index - 1)
+            pairs[index] = self._pair(plans[index], swap=number % 2 == 1)
+        return pairs
+
+    def _plan(self, algorithm: Any) -> tuple[Any, str]:
+        key = repr(algorithm)
+        if key not in self._plans:
+            answer = self._planner.check(self._problem, algorithm)
+            self._plans[key] = (answer["plan"], answer["reason"])
+        return self._plans[key]
+
+    def _pair(self, plan: Any, swap: bool) -> dict[str, Any]:
+        """A sample of the heuristic and one of `plan`, whose output is compared."""
+        base = None if swap else self._sample(self._baseline)
+        own = self._sample(plan)
+        wrong = difference(self._buffers.outputs[0], self._reference)
+        if base is None:
+            base = self._sample(self._baseline)
+        return {"heuristic_s": base, "s": own, "difference": wrong}
+
+    def _sample(self, plan: Any) -> float:
+        self._buffers.poison()
+        count = len(self._launches)
+
+        def launch() -> None:
+            for number in range(self._repeats):
+                plan.run(self._launches[number % count])
+
+        return self._clock.seconds(launch, self._repeats) / self._repeats
+
+    def _output_of(self, plan: Any) -> Tensor:
+        """The output buffer after one run into poisoned memory; valid until the next run."""
+        self._buffers.poison()
+        plan.run(self._launches[0])
+        self._clock.wait()
+        return self._buffers.outputs[0]
+
+
+def difference(output: Tensor, reference: Tensor) -> dict[str, Any] | None:
+    """None where all bytes are equal; else how many elements differ, the first, and by how much.
+
+    Both (rows, columns) of one dtype and device.
+    """
+    bits = BITS[output.element_size()]
+    a, b = output.view(bits), reference.view(bits)
+    if torch.equal(a, b):
+        return None
+    wrong = a != b
+    row, column = divmod(int(wrong.reshape(-1).to(torch.uint8).argmax()), wrong.shape[1])
+    got, expected = output[row, column].item(), reference[row, column].item()
+    largest = (output.float() - reference.float()).abs().nan_to_num(math.inf, math.inf).max()
+    return {
+        "elements": int(wrong.sum()),
+        "of": wrong.numel(),
+        "first": [row, column],
+        "got": repr(got),
+        "expected": repr(expected),
+        "largest": repr(largest.item()),
+    }
+
+
+class _Buffers:
+    """Operands with random values, output and workspace, in as many copies as rotation needs."""
+
+    def __init__(self, shape: dict[str, Any], device: str, seed: int, l2_bytes: int) -> None:
+        self._device = device
+        generator = torch.Generator(device).manual_seed(seed)
+        first = [
+            _operand(shape["type"], rows, shape["k"], shape[ld], device, generator)
+            for rows, ld in ((shape["m"], "lda"), (shape["n"], "ldb"))
+        ]
+        out = (shape["m"], shape["ldd"])
+        out_dtype = DTYPES[shape["out"]]
+        used = sum(_bytes(t) for operand in first for t in operand if t is not None)
+        used += math.prod(out) * out_dtype.itemsize
+        copies = max(1, min(MAX_COPIES, math.ceil(ROTATION * l2_bytes / used)))
+        self._operands = [first, *([_copy(o) for o in first] for _ in range(copies - 1))]
+        self.outputs = [_aligned(out, out_dtype, device) for _ in range(copies)]
+        self._workspace = _aligned((shape["workspace_limit"],), torch.uint8, device)
+        self._bias = None
+        if shape["bias"]:
+            values = torch.randn(shape["n"], generator=generator, device=device)
+            self._bias = _placed(values.to(DTYPES[shape["bias"]]))
+        # alpha on the device wants a zero beside it
+        scalars = torch.tensor([1.0, 0.0], device=device)
+        self._scalars = [_placed(value.reshape(1)) for value in scalars]
+        self._alpha_on_device = shape["alpha"] == "device"
+
+    def addresses(self) -> list[dict[str, int]]:
+        """Keywords of `_cublaslt.Operands`, one set a copy."""
+        common = {
+            "workspace": self._workspace.data_ptr() if self._workspace.numel() else 0,
+            "workspace_bytes": self._workspace.numel(),
+            "bias": _address(self._bias),
+        }
+        if self._alpha_on_device:
+            common["alpha_pointer"], common["beta_pointer"] = map(_address, self._scalars)
+        return [
+            {
+                "a": _address(a[0]),
+                "b": _address(b[0]),
+                "a_scale": _address(a[1]),
+                "b_scale": _address(b[1]),
+                "d": _address(d),
+                **common,
+            }
+            for (a, b), d in zip(self._operands, self.outputs, strict=True)
+        ]
+
+    def poison(self) -> None:
+        for tensor in (*self.outputs, self._workspace):
+            tensor.view(torch.uint8).fill_(POISON)
+
+
+Operand = tuple[Tensor, "Tensor | None"]
+
+
+def _operand(
+    type: str, rows: int, k: int, ld: int, device: str, generator: torch.Generator
+) -> Operand:
+    """(data, scale) of standard normal values; rows lie `ld` elements apart."""
+    dense = torch.float16 if type == "fp16" else torch.bfloat16
+    values = torch.randn(rows, ld, generator=generator, device=device, dtype=dense)
+    if type in ("bf16", "fp16"):
+        return _placed(values), None
+    if type == "fp8_e4m3":
+        scale = values.abs().max().float().reshape(1) / E4M3_MAX
+        return _placed((values / scale.to(dense)).to(torch.float8_e4m3fn)), _placed(scale)
+    if ld != k:
+        raise ValueError(f"lda and ldb must be k for nvfp4, got {ld}: measure packed rows")
+    data, scale = torch.ops.nvfp4.quantize(values, torch.ops.nvfp4.global_scale(values))
+    return _placed(data), _placed(scale)
+
+
+def _aligned(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+    """An uninitialized tensor on a 256-byte boundary: torch's CPU allocator promises only 64."""
+    size = math.prod(shape) * dtype.itemsize
+    raw = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device=device)
+    start = -raw.data_ptr() % ALIGNMENT
+    return raw[start : start + size].view(dtype).view(shape)
+
+
+def _placed(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of it on a 256-byte boundary."""
+    if tensor.data_ptr() % ALIGNMENT == 0:
+        return tensor
+    return _aligned(tuple(tensor.shape), tensor.dtype, tensor.device.type).copy_(tensor)
+
+
+def _copy(operand: Operand) -> Operand:
+    data, scale = operand
+    return _placed(data.clone()), None if scale is None else _placed(scale.clone())
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+class _EventClock:
+    """CUDA events on torch's current stream."""
+
+    name = "CUDA events"
+
+    def __init__(self) -> None:
+        properties = torch.cuda.get_device_properties(0)
+        self.device_name = properties.name
+        self.l2_bytes = properties.L2_cache_size
+        self.stream = torch.cuda.current_stream().cuda_stream
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+
+    def seconds(self, launch: Callable[[], None], launches: int) -> float:
+        start, end = self._events
+        torch.cuda._sleep(SPIN_CYCLES_PER_LAUNCH * launches)
+        start.record()
+        launch()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e-3
+
+    def wait(self) -> None:
+        torch.cuda.synchronize()
+
+
+class _HostClock:
+    """The host's clock, for a double that computes while it is called."""
+
+    name = "host clock around a test double"
+    device_name = "cpu"
+    l2_bytes = 0
+    stream = 0
+
+    def seconds(self, launch: Callable[[], None], launches: int) -> float:
+        start = time.perf_counter()
+        launch()
+        return time.perf_counter() - start
+
+    def wait(self) -> None:
+        pass

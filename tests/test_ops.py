@@ -1,0 +1,486 @@
+"""torch's side of every op: opcheck, fakes, compile, export, strides, errors, gradients.
+
+The bytes that the ops compute are test_byte_exact.py's and test_gemm.py's.
+"""
+
+import itertools
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from compare import assert_same_bytes, bits
+from helpers import poison
+from torch._dynamo.testing import CompileCounter
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from nvfp4_linear import ops
+
+raw = torch.ops.nvfp4
+F4 = torch.float4_e2m1fn_x2
+E4M3 = torch.float8_e4m3fn
+DENSE = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@dataclass
+class Call:
+    """One call of an op, on CPU tensors."""
+
+    op: str
+    args: tuple
+    kwargs: dict = field(default_factory=dict)
+
+    def on(self, device):
+        return Call(self.op, tuple(to(device, self.args)), dict(self.kwargs))
+
+    def raw(self):
+        return getattr(raw, self.op)(*self.args, **self.kwargs)
+
+    def wrapped(self):
+        return getattr(ops, self.op)(*self.args, **self.kwargs)
+
+
+def to(device, values):
+    """Tensors moved with their strides; None and numbers as they are."""
+    for value in values:
+        if not isinstance(value, torch.Tensor):
+            yield value
+            continue
+        moved = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+        if value.dtype == F4:  # has no copy of its own
+            yield moved.view(torch.uint8).copy_(value.view(torch.uint8)).view(F4)
+        else:
+            yield moved.copy_(value)
+
+
+def dense(*shape, dtype=torch.bfloat16, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def scalar(value):
+    return torch.tensor(value)
+
+
+def packed(rows, k, seed=0, *, swizzled=True):
+    """data (rows, K/2) and its block scales."""
+    return raw.quantize(dense(rows, k, seed=seed), swizzled=swizzled)
+
+
+def strided_columns(tensor):
+    """The same values, as the first half of rows twice as long."""
+    return torch.cat((tensor, tensor), dim=-1)[..., : tensor.shape[-1]]
+
+
+def transposed(tensor):
+    """The same values, column-major."""
+    return tensor.t().contiguous().t()
+
+
+def gemm_call(m, n, k, *, float4=False, out_dtype=None, bias=True, alpha=True):
+    (a, a_scale), (b, b_scale) = packed(m, k, 1), packed(n, k, 2)
+    if float4:
+        a, b = a.view(F4), b.view(F4)
+    optional = (scalar(0.5) if alpha else None, dense(n) if bias else None)
+    return Call("gemm", (a, b, a_scale, b_scale, *optional, out_dtype))
+
+
+def strided_gemm_call(layout):
+    (a, a_scale), (b, b_scale) = packed(5, 48, 1), packed(24, 48, 2)
+    args = (a, b, a_scale, b_scale)
+    if layout == "float4":
+        # float4 has no cat: its strides are made on the bytes
+        a, b = (strided_columns(t).view(F4) for t in (a, b))
+        return Call("gemm", (a, b, a_scale, b_scale))
+    made = [strided_columns(t) if layout == "columns" else transposed(t) for t in args]
+    return Call("gemm", (*made, scalar(0.5), strided_columns(dense(24))))
+
+
+def leading_dequantize_call(swizzled):
+    data, scale = raw.quantize(dense(2, 3, 32), swizzled=swizzled)
+    return Call("dequantize", (data, scale, scalar(0.5)), {"swizzled": swizzled})
+
+
+def calls():
+    """Every op: each dtype and option, strides, leading dimensions, no rows, one row, ragged rows."""
+    x = dense(5, 48)
+    for dtype in DENSE:
+        yield Call("quantize", (dense(5, 48, dtype=dtype), scalar(0.01)))
+        yield Call("swiglu_quantize", (dense(5, 96, dtype=dtype), scalar(0.01)))
+        yield Call("global_scale", (dense(5, 48, dtype=dtype),))
+        yield Call("dequantize", packed(5, 48), {"out_dtype": dtype})
+        yield gemm_call(5, 24, 48, out_dtype=dtype)
+    for op, wide in (("quantize", 32), ("swiglu_quantize", 64)):
+        yield Call(op, (dense(2, 3, wide),), {"swizzled": False})
+        yield Call(op, (dense(0, wide),))
+        yield Call(op, (dense(2, 0, wide),), {"swizzled": False})
+        yield Call(op, (strided_columns(dense(5, wide)),))
+        yield Call(op, (transposed(dense(5, wide)),))
+        yield Call(op, (dense(wide),))
+    yield Call("quantize", (dense(129, 16)[::2],))
+    yield Call("swiglu_quantize", (dense(5, 96),), {"pad_rows_to": 8})
+    yield Call("swiglu_quantize", (dense(2, 3, 96),), {"pad_rows_to": 4})
+    yield Call("swiglu_quantize", (dense(2, 4, 96),), {"pad_rows_to": 4})
+    for shape in ((0, 32), (), (7,), (2, 3, 5)):
+        yield Call("global_scale", (dense(*shape),))
+    yield Call("global_scale", (transposed(x),))
+    yield leading_dequantize_call(swizzled=True)
+    yield leading_dequantize_call(swizzled=False)
+    data, scale = packed(5, 48)
+    yield Call("dequantize", (data.view(F4), scale))
+    yield Call("dequantize", (transposed(data), transposed(scale)))
+    yield Call("dequantize", packed(0, 48))
+    linear = packed(129, 80, swizzled=False)[1]
+    yield Call("swizzle_scales", (linear,))
+    yield Call("swizzle_scales", (linear[:, 1:4],))
+    yield Call("swizzle_scales", (linear[:0],))
+    yield Call("unswizzle_scales", (raw.swizzle_scales(linear), 129, 5))
+    yield Call("unswizzle_scales", (raw.swizzle_scales(linear[:0]), 0, 5))
+    for m in (0, 1, 129):
+        yield gemm_call(m, 24, 48)
+        yield Call("gemm_a16w4", (dense(m, 48), *packed(24, 48), scalar(0.5), dense(24)))
+    yield gemm_call(5, 0, 48)
+    yield gemm_call(5, 24, 48, bias=False, alpha=False)
+    for layout in ("columns", "transposed", "float4"):
+        yield strided_gemm_call(layout)
+    leading, leading_scale = raw.quantize(dense(2, 3, 48))
+    yield Call("gemm", (leading, data, leading_scale, scale))
+    for dtype, out in itertools.product(DENSE[1:], (None, *DENSE)):
+        yield Call("gemm_a16w4", (dense(2, 3, 48, dtype=dtype), data, scale, None, None, out))
+    yield Call("gemm_a16w4", (transposed(x), data.view(F4), scale))
+    yield Call("gemm_a16w4", (strided_columns(x), data, scale))
+
+
+CALLS = list(calls())
+IDS = [f"{i}-{call.op}" for i, call in enumerate(CALLS)]
+OPS = sorted({call.op for call in CALLS})
+
+
+def flat(result):
+    return result if isinstance(result, tuple) else (result,)
+
+
+def test_every_op_is_here():
+    registered = {
+        name.split("::")[1].split(".")[0]
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("nvfp4::")
+    }
+    assert registered - {"_control"} == set(OPS)
+
+
+@pytest.mark.parametrize("call", CALLS, ids=IDS)
+def test_fake_gives_what_the_op_gives(device, call):
+    call = call.on(device)
+    real = flat(call.raw())
+    with FakeTensorMode() as mode:
+        args = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in call.args]
+        fake = flat(getattr(raw, call.op)(*args, **call.kwargs))
+    for made, expected in zip(fake, real, strict=True):
+        for attribute in ("shape", "dtype", "device"):
+            assert getattr(made, attribute) == getattr(expected, attribute)
+        assert made.stride() == expected.stride()
+        assert expected.is_contiguous()
+
+
+def takes_float4(call):
+    return any(isinstance(a, torch.Tensor) and a.dtype == F4 for a in call.args)
+
+
+# opcheck traces every call: a few of each op
+CHECKED = [call for op in OPS for call in [c for c in CALLS if c.op == op][::3]]
+CHECKED += [call for call in CALLS if takes_float4(call)]
+
+
+@pytest.mark.parametrize("call", CHECKED, ids=[f"{i}-{c.op}" for i, c in enumerate(CHECKED)])
+def test_opcheck(device, monkeypatch, call):
+    # test_schema looks for mutated inputs with torch.allclose, which knows neither float8 nor float4
+    monkeypatch.setattr(torch, "allclose", lambda a, b, **_: torch.equal(bits(a), bits(b)))
+    call = call.on(device)
+    torch.library.opcheck(getattr(raw, call.op).default, call.args, call.kwargs)
+
+
+@pytest.mark.parametrize("call", CALLS, ids=IDS)
+def test_strides_and_wrapper_change_no_byte(device, call):
+    call = call.on(device)
+    contiguous = [a.contiguous() if isinstance(a, torch.Tensor) else a for a in call.args]
+    poison(device)
+    expected = flat(Call(call.op, tuple(contiguous), call.kwargs).raw())
+    poison(device)
+    for actual in (call.raw(), call.wrapped()):
+        for got, want in zip(flat(actual), expected, strict=True):
+            assert_same_bytes(got, want)
+
+
+# --- compile and export
+
+
+def network(x, b, b_scale, bias):
+    """Every op but unswizzle_scales, in one graph."""
+    g = ops.global_scale(x)
+    data, scale = ops.quantize(x, g)
+    y = ops.gemm(data, b, scale, b_scale, g, bias, torch.float32)
+    y = y + ops.gemm_a16w4(ops.dequantize(data, scale, g, out_dtype=torch.bfloat16), b, b_scale)
+    hidden, hidden_scale = ops.swiglu_quantize(y, swizzled=False)
+    return ops.dequantize(hidden, ops.swizzle_scales(hidden_scale))
+
+
+ROWS = (1, 2, 127, 128, 129)
+
+
+def weight(device, n=96, k=48):
+    return [t.to(device) for t in (*packed(n, k, 3), dense(n))]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_fullgraph_with_dynamic_rows(device, backend):
+    torch._dynamo.reset()
+    counter = CompileCounter() if backend == "eager" else backend
+    compiled = torch.compile(network, fullgraph=True, backend=counter)
+    b = weight(device)
+    for m in ROWS * 2:
+        x = dense(m, 48, seed=m).to(device)
+        assert_same_bytes(compiled(x, *b), network(x, *b))
+    if backend == "eager":
+        # once for M = 1, which torch always specializes, once for M = 2, and once for every M
+        assert counter.frame_count <= 3
+
+
+def test_scales_from_outside_the_graph_need_no_compile_a_shape(device):
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(ops.gemm, fullgraph=True, backend=counter, dynamic=True)
+    b, b_scale, bias = weight(device)
+    for m in (*ROWS, 130, 255, 256, 300):
+        a, a_scale = ops.quantize(dense(m, 48, seed=m).to(device))
+        args = (a, b, a_scale, b_scale, None, bias)
+        assert_same_bytes(compiled(*args), ops.gemm(*args))
+    assert counter.frame_count <= 3
+
+
+def test_inductor(device):
+    """The ops alone: with nothing to fuse, inductor calls no compiler, and the bytes stay the same."""
+
+    def product(x, b, b_scale, bias):
+        g = ops.global_scale(x)
+        data, scale = ops.quantize(x, g)
+        return ops.gemm(data, b, scale, b_scale, g, bias)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(product, fullgraph=True, dynamic=True)
+    b = weight(device)
+    for m in (2, 129):
+        x = dense(m, 48, seed=m).to(device)
+        assert_same_bytes(compiled(x, *b), product(x, *b))
+
+
+def test_export_with_dynamic_rows(device):
+    class Network(torch.nn.Module):
+        def forward(self, x, *rest):
+            return network(x, *rest)
+
+    b = weight(device)
+    dynamic = {"x": {0: torch.export.Dim("m", min=2, max=4096)}, "rest": (None, None, None)}
+    program = torch.export.export(
+        Network(), (dense(5, 48).to(device), *b), dynamic_shapes=dynamic, strict=False
+    )
+    names = [str(n.target) for n in program.graph.nodes if "nvfp4" in str(n.target)]
+    assert len(names) == len(set(names)) + 1 == 8  # dequantize twice, each op one opaque node
+    for m in ROWS[1:]:
+        x = dense(m, 48, seed=m).to(device)
+        assert_same_bytes(program.module()(x, *b), network(x, *b))
+
+
+def test_a_fake_refuses_what_the_op_refuses():
+    """Compiled code meets the error when it is traced, not a wrong shape later."""
+    a, a_scale = packed(5, 48)
+    arguments = (a, a, a_scale[:, :1], a_scale)
+    with FakeTensorMode() as mode, pytest.raises(ValueError, match=r"a_scale must be swizzled"):
+        raw.gemm(*map(mode.from_tensor, arguments))
+
+
+# --- errors
+
+
+def error_cases():
+    """(call, error, what the message must name: argument, expected, got)."""
+    x, (data, scale) = dense(5, 48), packed(5, 48)
+    wrong_scalars = {"bfloat16": torch.tensor(896, dtype=torch.bfloat16), "int64": torch.tensor(1)}
+    wrong_scalars["float64"] = torch.tensor(1.0, dtype=torch.float64)
+    for name, g in wrong_scalars.items():
+        message = f"global_scale.dtype must be float32, got {name}: "
+        for op in ("quantize", "swiglu_quantize"):
+            yield Call(op, (dense(4, 64), g)), TypeError, message
+        yield Call("dequantize", (data, scale, g)), TypeError, message
+        message = f"alpha.dtype must be float32, got {name}: "
+        yield Call("gemm", (data, data, scale, scale, g)), TypeError, message
+        yield Call("gemm_a16w4", (x, data, scale, g)), TypeError, message
+    yield Call("quantize", (x, 0.5)), TypeError, "global_scale must be a float32 tensor, got float"
+    message = "must have one element, got shape (2,)"
+    yield Call("quantize", (x, torch.ones(2))), ValueError, f"global_scale {message}"
+    yield Call("gemm", (data, data, scale, scale, torch.ones(2))), ValueError, f"alpha {message}"
+    for g in (0.0, -1.0, torch.inf, torch.nan):
+        message = "global_scale must be finite and > 0, got "
+        yield Call("quantize", (x, scalar(g))), ValueError, message
+        yield Call("swiglu_quantize", (dense(4, 64), scalar(g))), ValueError, message
+        yield Call("dequantize", (data, scale, scalar(g))), ValueError, message
+
+    yield Call("quantize", (x.double(),)), TypeError, "x.dtype must be float32 or bfloat16 or"
+    yield Call("global_scale", (x.int(),)), TypeError, "got int32"
+    yield Call("quantize", ([1.0],)), TypeError, "got list"
+    yield Call("swiglu_quantize", (x.double(),)), TypeError, "gate_up.dtype"
+    yield Call("quantize", (x[:, :30],)), ValueError, "x.shape[-1] must be a multiple of 16, got 30"
+    yield Call("quantize", (x[:, :0],)), ValueError, "x.shape[-1] must be a multiple of 16, got 0"
+    yield Call("quantize", (scalar(1.0),)), ValueError, "x must have at least one dimension"
+    message = "gate_up.shape[-1] must be a multiple of 32, got 48"
+    yield Call("swiglu_quantize", (x,)), ValueError, message
+    padding = {"pad_rows_to": 0}
+    yield Call("swiglu_quantize", (dense(4, 64),), padding), ValueError, "pad_rows_to must be at"
+
+    yield Call("dequantize", (data.int(), scale)), TypeError, "data.dtype must be uint8 or float4"
+    message = "block_scale.dtype must be float8_e4m3fn, got uint8"
+    yield Call("dequantize", (data, scale.view(torch.uint8))), TypeError, message
+    message = "block_scale must be swizzled (128x4 tiles) with shape (128, 4)"
+    yield Call("dequantize", (data, scale[:5, :3])), ValueError, message
+    linear = {"swizzled": False}
+    message = "block_scale must be row-major with shape (5, 3)"
+    yield Call("dequantize", (data, scale), linear), ValueError, message
+    yield Call("dequantize", (data[:, :7], scale)), ValueError, "must be a multiple of 8, got 7"
+    integer = {"out_dtype": torch.int8}
+    yield Call("dequantize", (data, scale), integer), TypeError, "out_dtype must be float32, bfloat"
+
+    yield Call("swizzle_scales", (x,)), TypeError, "scales.dtype must be float8_e4m3fn, got bfloat1"
+    yield Call("swizzle_scales", (scale[0],)), ValueError, "scales must be (rows, K/16), got shape"
+    message = "scales must be swizzled (128x4 tiles) with shape (256, 4) for 129 rows"
+    yield Call("unswizzle_scales", (scale, 129, 3)), ValueError, message
+    yield Call("unswizzle_scales", (scale, -1, 3)), ValueError, "rows and cols must be >= 0"
+
+    wide, wide_scale = packed(5, 64)
+    message = "a and b must have the same K, got 48 and 64"
+    yield Call("gemm", (data, wide, scale, wide_scale)), ValueError, message
+    yield Call("gemm_a16w4", (x, wide, wide_scale)), ValueError, message
+    yield Call("gemm", (x, data, scale, scale)), TypeError, "a.dtype must be uint8 or float4_e2m1fn"
+    message = "a_scale must be swizzled (128x4 tiles) with shape (128, 4)"
+    yield Call("gemm", (data, data, scale[:5, :3], scale)), ValueError, message
+    yield Call("gemm", (data, data, scale, scale[:5, :3])), ValueError, "b_scale must be swizzled"
+    bias = dense(4)
+    message = "bias must have shape (5,) = (N,), got (4,)"
+    yield Call("gemm", (data, data, scale, scale, None, bias)), ValueError, message
+    yield Call("gemm_a16w4", (x, data, scale, None, bias)), ValueError, message
+    message = "bias.dtype must be float32 or bfloat16 or float16, got int32"
+    yield Call("gemm", (data, data, scale, scale, None, bias.int())), TypeError, message
+    yield Call("gemm", (data, data, scale, scale, None, None, E4M3)), TypeError, "out_dtype must be"
+    yield Call("gemm_a16w4", (x.float(), data, scale)), TypeError, "x.dtype must be bfloat16 or fl"
+    message = "b must be (N, K/2), got shape (1, 5, 24)"
+    yield Call("gemm_a16w4", (x, data[None], scale)), ValueError, message
+
+
+ERRORS = list(error_cases())
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"), ERRORS, ids=[f"{i}-{e[0].op}" for i, e in enumerate(ERRORS)]
+)
+def test_error_names_argument_expected_and_got(call, error, message):
+    with pytest.raises(error) as caught:
+        call.wrapped()
+    assert message in str(caught.value)
+    # The op alone is the backstop: it refuses too, in its own words.
+    with pytest.raises((ValueError, RuntimeError)):
+        call.raw()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+def test_operands_on_two_devices_are_an_error(device):
+    data, scale = packed(5, 48)
+    with pytest.raises(ValueError, match=r"a_scale must be on the device of a, got cpu and cuda:0"):
+        raw.gemm(data.to(device), data, scale, scale)
+    with pytest.raises(ValueError, match=r"b must be on the device of a"):
+        raw.gemm(data.to(device), data, scale.to(device), scale)
+
+
+# --- gradients
+
+
+def decoded(b, b_scale, alpha):
+    return raw.dequantize(b, b_scale) * alpha
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gemm_a16w4_gradients(device, dtype, compiled):
+    b, b_scale = packed(24, 48)
+    alpha = scalar(-0.25)  # any sign is legal
+    x, bias = dense(2, 3, 48, dtype=dtype), dense(24, dtype=torch.float32)
+    b, b_scale, x, bias = (t.to(device) for t in (b, b_scale, x, bias))
+    x.requires_grad_()
+    bias.requires_grad_()
+    f = ops.gemm_a16w4
+    if compiled:
+        torch._dynamo.reset()
+        f = torch.compile(f, fullgraph=True, backend="aot_eager")
+    grad = dense(2, 3, 24, dtype=dtype, seed=5).to(device)
+    y = f(x, b, b_scale, alpha, bias)
+    got = torch.autograd.grad(y, (x, bias), grad)
+
+    twins = [t.detach().clone().requires_grad_() for t in (x, bias)]
+    w = decoded(b, b_scale, alpha.to(device)).to(dtype)
+    expected_y = twins[0] @ w.t() + twins[1]
+    expected = torch.autograd.grad(expected_y, twins, grad.to(expected_y.dtype))
+    assert got[0].dtype == dtype
+    assert got[1].dtype == torch.float32
+    # x.grad: the same product, rounded once to dtype at the end; bias.grad: six FP32 additions
+    torch.testing.assert_close(got[0], expected[0], rtol=2**-7, atol=2**-7)
+    torch.testing.assert_close(got[1], expected[1], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gemm_bias_gradient(device, compiled):
+    call = gemm_call(5, 24, 48).on(device)
+    a, b, a_scale, b_scale, alpha, bias, _ = call.args
+    bias.requires_grad_()
+    f = ops.gemm
+    if compiled:
+        torch._dynamo.reset()
+        f = torch.compile(f, fullgraph=True, backend="aot_eager")
+    grad = dense(5, 24, seed=5).to(device)
+    y = f(a, b, a_scale, b_scale, alpha, bias)
+    y.backward(grad)
+    assert_same_bytes(bias.grad, grad.sum(0, dtype=torch.float32).to(bias.dtype))
+    assert_same_bytes(y.detach(), raw.gemm(a, b, a_scale, b_scale, alpha, bias.detach()))
+
+
+def gradient_refusals():
+    learning = dense(5, 64).requires_grad_()
+    data, scale = packed(5, 64)
+    g = scalar(0.5).requires_grad_()
+    learning_scale = scale.clone().requires_grad_()
+    yield Call("quantize", (learning,)), "x"
+    yield Call("quantize", (learning.detach(), g)), "global_scale"
+    yield Call("swiglu_quantize", (learning,)), "gate_up"
+    yield Call("dequantize", (data, scale, g)), "global_scale"
+    yield Call("dequantize", (data, learning_scale)), "block_scale"
+    yield Call("swizzle_scales", (learning_scale,)), "scales"
+    yield Call("unswizzle_scales", (learning_scale, 5, 4)), "scales"
+    yield Call("gemm", (data, data, scale, scale, g)), "alpha"
+    yield Call("gemm", (data, data, scale, learning_scale)), "b_scale"
+    yield Call("gemm_a16w4", (learning, data, scale, g)), "alpha"
+
+
+REFUSALS = list(gradient_refusals())
+
+
+@pytest.mark.parametrize(
+    ("call", "name"), REFUSALS, ids=[f"{call.op}-{name}" for call, name in REFUSALS]
+)
+def test_a_gradient_that_does_not_exist_is_refused(call, name):
+    with pytest.raises(
+        RuntimeError, match=rf"nvfp4 {call.op} has no gradient for {name}, .*detach"
+    ):
+        call.wrapped()
+    with torch.no_grad():
+        call.wrapped()
+
+
+def test_global_scale_is_a_constant_to_autograd():
+    x = dense(5, 48).requires_grad_()
+    assert not ops.global_scale(x).requires_grad
