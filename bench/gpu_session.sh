@@ -11,6 +11,7 @@
 # PYTHON      the interpreter (default python3)
 # BUILD_ENV   for the section build, e.g. "NVFP4_EXTENSIONS=_cublaslt NVFP4_CUDA_ARCHS=90a"
 # BENCH_ARGS  for the benchmarks, e.g. "--only quantize --no-compile"
+# LIMIT_S     a limit in seconds for every section named, in place of its own
 # BENCH_COMMIT  what the results name as commit where the tree has no git
 set -u
 cd "$(dirname "$0")/.." || exit 2
@@ -94,7 +95,7 @@ pack() {
 }
 
 run_section() {
-  local name="$1" limit="${LIMIT[$1]}" left=$((BUDGET_S - SECONDS)) start=$SECONDS code
+  local name="$1" limit="${LIMIT_S:-${LIMIT[$1]}}" left=$((BUDGET_S - SECONDS)) start=$SECONDS code
   local log="$LOGS/$name.log" function="$name"
   case "$name" in env | test | ncu) function="${name}_" ;; esac
   [ "$limit" -le "$left" ] || limit="$left"

@@ -18,7 +18,7 @@ std::string concat(const Parts&... parts) {
 }  // namespace nvfp4
 
 // The message is only put together when the check fails.
-#define NVFP4_CHECK(condition, ...)                                            \
-  do {                                                                         \
+#define NVFP4_CHECK(condition, ...)                                              \
+  do {                                                                           \
     if (!(condition)) throw std::invalid_argument(::nvfp4::concat(__VA_ARGS__)); \
   } while (0)

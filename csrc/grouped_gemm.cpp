@@ -25,8 +25,11 @@ Side check_side(const Tensor& data, const OptTensor& scale, const char* name, in
   const std::string scale_name = std::string(name) + "_scale";
   NVFP4_CHECK(data.dim() == dims, name, " must have ", dims, " dimensions, got shape ",
               shape_text(data));
-  Side side{{}, data.is_contiguous() ? data : torch::stable::contiguous(data), data,
-            data.size(dims - 2), 0};
+  Side side{{},
+            data.is_contiguous() ? data : torch::stable::contiguous(data),
+            data,
+            data.size(dims - 2),
+            0};
   side.operand.data = side.data.const_data_ptr();
   side.operand.swizzled = swizzled;
   if (!packed) {
@@ -44,8 +47,8 @@ Side check_side(const Tensor& data, const OptTensor& scale, const char* name, in
               ".dtype must be float8_e4m3fn, got ", dtype_text(scale->scalar_type()));
   const bool shape = scale->dim() == dims && scale->size(dims - 2) == scale_rows &&
                      last_dim(*scale) == scale_cols && (dims == 2 || scale->size(0) == groups);
-  const std::string expected = concat(dims == 3 ? concat(groups, ", ") : std::string(), scale_rows,
-                                      ", ", scale_cols);
+  const std::string expected =
+      concat(dims == 3 ? concat(groups, ", ") : std::string(), scale_rows, ", ", scale_cols);
   NVFP4_CHECK(shape, scale_name, " must be ", swizzled ? "swizzled (128x4 tiles)" : "row-major",
               " with shape (", expected, "), got ", shape_text(*scale), ": ", scale_name,
               "_swizzled says which layout it has");
@@ -128,9 +131,9 @@ Tensor grouped_gemm(Tensor a, Tensor b, OptTensor a_scale, OptTensor b_scale, Te
     p.bias_type = *type;
   }
   p.out_type = check_out_dtype(out_dtype, DType::kBFloat16);
-  Tensor out = allocate(p.ragged_k ? std::vector<int64_t>{p.groups, p.m, p.n}
-                                   : std::vector<int64_t>{p.m, p.n},
-                        scalar_type(p.out_type), a);
+  Tensor out = allocate(
+      p.ragged_k ? std::vector<int64_t>{p.groups, p.m, p.n} : std::vector<int64_t>{p.m, p.n},
+      scalar_type(p.out_type), a);
   p.out = out.mutable_data_ptr();
   if (out.numel() == 0) return out;
   const CudaScope scope(a);

@@ -82,15 +82,26 @@ struct GroupedGemmParams {
   DType out_type = DType::kBFloat16;
 };
 
-// D (m, n) = out(alpha * A (m, k) . B (n, k)^T + bias)
+// D (m, n) = out(alpha * A (m, k) . B (n, k)^T + bias). The two sides are alike: (A . B^T)^T =
+// B . A^T, so whatever one may be, packed or dense, so may the other.
 struct GemmParams {
-  // A: packed NVFP4 with 128x4 scales, or dense where a_scale is null.
+  Operand a, b;
+  int64_t m = 0, n = 0, k = 0;
+  Scalar alpha;
+  const void* bias = nullptr;  // (n,) or null
+  DType bias_type = DType::kFloat32;
+  void* out = nullptr;  // (m, n) contiguous
+  DType out_type = DType::kBFloat16;
+};
+
+// The same for a packed B with 128x4 scales and rows [a_row_begin, a_row_begin + m) of A.
+struct SmallMParams {
   const void* a = nullptr;
-  const uint8_t* a_scale = nullptr;
-  DType a_type = DType::kBFloat16;  // of a dense A
-  int64_t a_row_stride = 0;         // elements of a dense A
-  int64_t a_row_begin = 0;          // multiply rows [a_row_begin, a_row_begin + m) (CUDA only)
-  const uint8_t* b = nullptr;       // packed NVFP4 (n, k / 2)
+  const uint8_t* a_scale = nullptr;  // null: A is dense
+  DType a_type = DType::kBFloat16;   // of a dense A
+  int64_t a_row_stride = 0;          // elements of a dense A
+  int64_t a_row_begin = 0;
+  const uint8_t* b = nullptr;  // (n, k / 2)
   const uint8_t* b_scale = nullptr;
   int64_t m = 0, n = 0, k = 0;
   Scalar alpha;
@@ -147,13 +158,13 @@ void epilogue(const EpilogueParams& p, Stream stream);
 
 // The fused kernel of the emulated rung: reads the 4-bit operands once, decodes in registers.
 constexpr int64_t kSmallMMax = 32;
-void gemm_small_m(const GemmParams& p, Stream stream);
+void gemm_small_m(const SmallMParams& p, Stream stream);
 
 struct Device {
   int index, cc_major, cc_minor, sm_count;
 };
-Device current_device();      // cached per device
-const float* device_zero();   // one float 0.0 in the current device's memory (cuBLASLt's beta)
+Device current_device();     // cached per device
+const float* device_zero();  // one float 0.0 in the current device's memory (cuBLASLt's beta)
 }  // namespace cuda
 
 }  // namespace nvfp4

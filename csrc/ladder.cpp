@@ -77,22 +77,23 @@ void choose_chunks(const GemmRequest& r, Route* route) {
     return std::max<int64_t>(bytes / row_bytes / kTileRows * kTileRows, kTileRows);
   };
   const int64_t b_share = r.dense_a ? budget : budget * 3 / 4;
-  route->n_chunk = std::min(r.n, rows_in(b_share));
-  route->m_chunk = r.dense_a ? r.m : std::min(r.m, rows_in(budget - route->n_chunk * row_bytes));
+  route->n_chunk = r.dense_b ? r.n : std::min(r.n, rows_in(b_share));
+  const int64_t b_bytes = r.dense_b ? 0 : route->n_chunk * row_bytes;
+  route->m_chunk = r.dense_a ? r.m : std::min(r.m, rows_in(budget - b_bytes));
   if (route->separate_epilogue) {  // FP32 accumulators of a chunk, in the budget's stead of A
-    const int64_t rows = std::max<int64_t>((budget / 8) / (4 * route->n_chunk), 1);
-    route->m_chunk = std::min(route->m_chunk, rows);
+    const int64_t rows = (budget / 8) / (4 * route->n_chunk) / kTileRows * kTileRows;
+    route->m_chunk = std::min(route->m_chunk, std::max<int64_t>(rows, kTileRows));
   }
 }
 
 void find_emulated(const GemmRequest& r, Route* route) {
   if (!has_emulation(r.device)) return;
   route->rung = kEmulatedRung;
-  const DType decoded = r.dense_a ? r.a_type
+  const DType decoded = r.dense_a || r.dense_b          ? r.dense_type
                         : r.out_type == DType::kFloat16 ? DType::kFloat16
                                                         : DType::kBFloat16;
   route->decoded_type = decoded == DType::kFloat16 ? ElementType::kFp16 : ElementType::kBf16;
-  if (r.m <= cuda::kSmallMMax) {
+  if (!r.dense_b && r.m <= cuda::kSmallMMax) {
     route->kernel = EmulatedKernel::kSmallM;
     return;
   }
@@ -109,6 +110,7 @@ void find_emulated(const GemmRequest& r, Route* route) {
   }
   route->separate_epilogue = false;
   route->kernel = EmulatedKernel::kSlices;
+  if (r.dense_b) route->rung = nullptr;  // the fused kernel is for a packed B
 }
 
 }  // namespace
@@ -116,6 +118,7 @@ void find_emulated(const GemmRequest& r, Route* route) {
 Problem chunk_problem(const GemmRequest& r, const Route& route, int64_t rows, int64_t cols) {
   Problem p = base_problem(r, route.decoded_type, rows, cols, route.separate_epilogue);
   if (r.dense_a) p.lda = r.a_row_stride;
+  if (r.dense_b) p.ldb = r.b_row_stride;
   if (route.separate_epilogue) p.ldd = cols;
   return p;
 }
@@ -129,7 +132,7 @@ Problem nvfp4_problem(const GemmRequest& r, int64_t rows, bool separate_epilogue
 Route find_route(const GemmRequest& r) {
   Route route;
   const std::string_view forced = forced_rung();
-  const bool packed = !r.dense_a;
+  const bool packed = !r.dense_a && !r.dense_b;
   if (packed && forced != kEmulatedRung && forced != kCpuRung) {
     // A bias that cuBLASLt can't add leaves alpha, bias and rounding to us, in chunks of rows.
     for (const bool epilogue : {false, true}) {
@@ -161,7 +164,8 @@ int64_t workspace_bytes(const GemmRequest& r, const Route& route) {
     return accumulators + static_cast<int64_t>(route.plan->workspace_bytes);
   }
   if (route.kernel != EmulatedKernel::kDecode) return 0;
-  const int64_t decoded = 2 * r.k * (route.n_chunk + (r.dense_a ? 0 : route.m_chunk));
+  const int64_t decoded =
+      2 * r.k * ((r.dense_b ? 0 : route.n_chunk) + (r.dense_a ? 0 : route.m_chunk));
   const int64_t accumulators = route.separate_epilogue ? 4 * route.m_chunk * route.n_chunk : 0;
   return decoded + accumulators + static_cast<int64_t>(route.chunk_plan->workspace_bytes);
 }
@@ -173,9 +177,9 @@ std::vector<Refusal> refusals(const GemmRequest& r, const Route& route) {
     all.push_back({rung, reason});
   };
   const std::string by_force = concat("NVFP4_BACKEND=", forced, " forces another rung");
-  if (r.dense_a) {
+  if (r.dense_a || r.dense_b) {
     for (const char* rung : {kPinnedRung, kHeuristicRung}) {
-      say(rung, "cuBLASLt has no GEMM of a dense activation with an NVFP4 weight");
+      say(rung, "cuBLASLt has no GEMM of one NVFP4 and one dense operand");
     }
   } else if (route.plan) {
     all = route.plan->refusals;
@@ -186,6 +190,9 @@ std::vector<Refusal> refusals(const GemmRequest& r, const Route& route) {
   if (route.rung == nullptr) {
     if (!forced.empty() && forced != kEmulatedRung) {
       say(kEmulatedRung, by_force);
+    } else if (has_emulation(r.device)) {
+      say(kEmulatedRung,
+          "needs cuBLASLt for a dense B: " + cublaslt::to_text(route.chunk_plan->refusals));
     } else {
       say(kEmulatedRung, concat("needs compute capability >= 8.0, found ", r.device.cc_major, ".",
                                 r.device.cc_minor));
@@ -197,8 +204,9 @@ std::vector<Refusal> refusals(const GemmRequest& r, const Route& route) {
 
 void check_cpu_allowed() {
   const std::string_view forced = forced_rung();
-  NVFP4_CHECK(forced.empty() || forced == kCpuRung, "NVFP4_BACKEND=", forced,
-              " needs CUDA operands, and these are on the CPU: move them with .cuda(), or unset it");
+  NVFP4_CHECK(
+      forced.empty() || forced == kCpuRung, "NVFP4_BACKEND=", forced,
+      " needs CUDA operands, and these are on the CPU: move them with .cuda(), or unset it");
 }
 
 void log_once(LogLevel level, const std::string& message) {
@@ -215,7 +223,8 @@ void log_once(LogLevel level, const std::string& message) {
 
 // ------------------------------------------------------------------------------------- control
 //
-//   explain m= n= k= [a=nvfp4|bfloat16|float16] [out=] [bias=] [alpha=host|device] [alignment=]
+//   explain m= n= k= [a=nvfp4|bfloat16|float16] [b=the same] [out=] [bias=] [alpha=host|device]
+//   [alignment=]
 //           cc= sm= [device=]           -> route, as JSON
 //   fallback PATH                       -> where to look for cuBLASLt after the loader's own places
 //   library                             -> which cuBLASLt, or why none
@@ -272,9 +281,12 @@ GemmRequest parse_request(const Arguments& arguments) {
   NVFP4_CHECK(r.k % kBlockSize == 0, "k must be a multiple of ", kBlockSize, ", got ", r.k,
               ": pad K");
   const std::string a = text(arguments, "a", "nvfp4");
+  const std::string b = text(arguments, "b", "nvfp4");
   r.dense_a = a != "nvfp4";
-  if (r.dense_a) r.a_type = parse_type(a);
-  r.a_row_stride = r.k;
+  r.dense_b = b != "nvfp4";
+  NVFP4_CHECK(!r.dense_a || !r.dense_b, "one operand must be nvfp4, got a=", a, " and b=", b);
+  if (r.dense_a || r.dense_b) r.dense_type = parse_type(r.dense_a ? a : b);
+  r.a_row_stride = r.b_row_stride = r.k;
   r.out_type = parse_type(text(arguments, "out", "bfloat16"));
   const std::string bias = text(arguments, "bias", "none");
   if (bias != "none") r.bias_type = parse_type(bias);

@@ -32,9 +32,9 @@ constexpr int64_t kEpilogueRows = 2048;
 
 struct GemmRequest {
   int64_t m = 0, n = 0, k = 0;
-  bool dense_a = false;
-  DType a_type = DType::kBFloat16;  // of a dense A
-  int64_t a_row_stride = 0;         // of a dense A
+  bool dense_a = false, dense_b = false;
+  DType dense_type = DType::kBFloat16;         // of the dense side
+  int64_t a_row_stride = 0, b_row_stride = 0;  // of a dense side
   DType out_type = DType::kBFloat16;
   std::optional<DType> bias_type;
   bool alpha_on_device = false;
@@ -43,15 +43,15 @@ struct GemmRequest {
 };
 
 enum class EmulatedKernel {
-  kSmallM,   // one fused kernel: reads the 4-bit operands once
-  kDecode,   // decode a chunk, then cuBLASLt; see chunk sizes
-  kSlices,   // the fused kernel, kSmallMMax rows at a time: where cuBLASLt can't be had
+  kSmallM,  // one fused kernel: reads a packed B once
+  kDecode,  // decode a chunk, then cuBLASLt; see chunk sizes
+  kSlices,  // the fused kernel, kSmallMMax rows at a time: where cuBLASLt can't be had
 };
 
 struct Route {
   const char* rung = nullptr;  // null where every rung refused
-  // The NVFP4 problem of the first m_chunk rows, and the plan that took or refused it. Null where it
-  // was not asked.
+  // The NVFP4 problem of the first m_chunk rows, and the plan that took or refused it. Null where
+  // it was not asked.
   cublaslt::Problem problem{};
   std::shared_ptr<const cublaslt::Plan> plan;
   // The rung below: decoded operands, in chunks of m_chunk x n_chunk of D.
@@ -59,7 +59,8 @@ struct Route {
   cublaslt::ElementType decoded_type = cublaslt::ElementType::kBf16;
   std::shared_ptr<const cublaslt::Plan> chunk_plan;  // of the first chunk, for kDecode and kSlices
   int64_t m_chunk = 0, n_chunk = 0;
-  // cuBLASLt can't apply this bias: it writes FP32, and a kernel of ours does alpha, bias, rounding.
+  // cuBLASLt can't apply this bias: it writes FP32, and a kernel of ours does alpha, bias,
+  // rounding.
   bool separate_epilogue = false;
 };
 

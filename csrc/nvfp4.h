@@ -22,7 +22,7 @@
 
 namespace nvfp4 {
 
-constexpr int kBlockSize = 16;          // elements that share one block scale
+constexpr int kBlockSize = 16;  // elements that share one block scale
 constexpr int kBlockBytes = kBlockSize / 2;
 constexpr float kE2m1Max = 6.0f;
 constexpr float kE4m3Max = 448.0f;
@@ -61,7 +61,9 @@ NVFP4_HD uint32_t bits_from_float(float value) {
 #endif
 }
 
-NVFP4_HD float abs_bits(float value) { return float_from_bits(bits_from_float(value) & 0x7FFFFFFFu); }
+NVFP4_HD float abs_bits(float value) {
+  return float_from_bits(bits_from_float(value) & 0x7FFFFFFFu);
+}
 
 NVFP4_HD bool is_finite(float value) {
   return (bits_from_float(value) & 0x7F800000u) != 0x7F800000u;
@@ -165,8 +167,8 @@ struct SiluParts {
 // stays normal, and the one multiply by k at the end is exact or does the only subnormal rounding.
 // NaN, infinities and signed zeros need no branch: the clamps let a NaN through.
 NVFP4_HD SiluParts silu_parts(float v) {
-  const float w = v < -112.0f ? -112.0f : v;  // silu is -0 below -108.6
-  const float t = w > 40.0f ? 40.0f : w;      // 1 + exp(-t) is 1 above
+  const float w = v < -112.0f ? -112.0f : v;               // silu is -0 below -108.6
+  const float t = w > 40.0f ? 40.0f : w;                   // 1 + exp(-t) is 1 above
   const float j = fma_rn(t, -0x1.715476p+0f, 0x1.8p+23f);  // low bits: n = rint(-t * log2(e))
   const float n = j - 0x1.8p+23f;
   float r = fma_rn(n, -0x1.62e4p-1f, -t);  // ln 2 in two parts, the first exact

@@ -12,14 +12,14 @@ namespace {
 
 // Calls cuda::function(params, ..., stream) or cpu::function(params).
 #if defined(NVFP4_WITH_CUDA)
-#define NVFP4_LAUNCH(function, tensor, params)    \
-  do {                                            \
-    const CudaScope scope(tensor);                \
-    if ((tensor).is_cuda()) {                     \
-      cuda::function(params, scope.stream());     \
-    } else {                                      \
-      cpu::function(params);                      \
-    }                                             \
+#define NVFP4_LAUNCH(function, tensor, params) \
+  do {                                         \
+    const CudaScope scope(tensor);             \
+    if ((tensor).is_cuda()) {                  \
+      cuda::function(params, scope.stream());  \
+    } else {                                   \
+      cpu::function(params);                   \
+    }                                          \
   } while (0)
 #else
 #define NVFP4_LAUNCH(function, tensor, params) \
@@ -59,7 +59,8 @@ Producer make_producer(const Rows& x, DType type, const OptTensor& global_scale,
   data_sizes.push_back(k / 2);
   scale_sizes.push_back(cols);
   if (swizzled) scale_sizes = swizzled_sizes(padded_rows, cols);
-  Producer out{{}, allocate(data_sizes, ScalarType::Byte, x.tensor),
+  Producer out{{},
+               allocate(data_sizes, ScalarType::Byte, x.tensor),
                allocate(scale_sizes, ScalarType::Float8_e4m3fn, x.tensor)};
   out.params.x = x.tensor.const_data_ptr();
   out.params.x_type = type;
@@ -97,40 +98,65 @@ Bias check_bias(const OptTensor& bias, int64_t n, const Tensor& operand) {
   return {dense, dense.const_data_ptr(), *type};
 }
 
-// Everything gemm and gemm_a16w4 share once A is known: B, scales, alpha, bias, output.
-Tensor run_gemm(GemmParams p, const Tensor& a, int64_t a_k, const Tensor& b, const Tensor& b_scale,
+// One side of a product, checked: (..., K/2) packed, or (..., K) dense.
+struct Side {
+  Operand operand;
+  Tensor data, scale;  // what the operand points into
+  int64_t rows, k;
+};
+
+Side packed_side(const Tensor& data, const Tensor& scale, const char* name,
+                 const char* scale_name) {
+  const int64_t k = check_packed(data, name), rows = rows_of(data);
+  check_scale(scale, scale_name, rows, k / kBlockSize, /*swizzled=*/true);
+  check_same_device(scale, scale_name, data, name);
+  Side side{{}, as_contiguous(data), as_contiguous(scale), rows, k};
+  side.operand.data = side.data.const_data_ptr();
+  side.operand.scale = const_bytes(side.scale);
+  return side;
+}
+
+Side dense_side(const Tensor& data, const char* name) {
+  const DType type = check_activation(data, name, kBlockSize, /*allow_float32=*/false);
+  const Rows rows = as_rows(data);
+  Side side{{}, rows.tensor, rows.tensor, rows.rows, rows.cols};
+  side.operand = {rows.tensor.const_data_ptr(), nullptr, true, type, rows.stride};
+  return side;
+}
+
+// D = out(alpha * A . B^T + bias), whichever side is packed.
+Tensor run_gemm(const Side& a, const Side& b, const char* a_name, const char* b_name,
                 const OptTensor& alpha, const OptTensor& bias, const OptType& out_dtype,
                 DType default_out) {
-  const int64_t k = check_packed(b, "b");
-  NVFP4_CHECK(b.dim() == 2, "b must be (N, K/2), got shape ", shape_text(b));
-  NVFP4_CHECK(k == a_k, "a and b must have the same K, got ", a_k, " and ", k,
-              " (b is (N, K/2) with shape ", shape_text(b),
-              "): both operands are row-major along K, D = A . B^T");
-  p.n = b.size(0);
-  p.k = k;
-  check_scale(b_scale, "b_scale", p.n, k / kBlockSize, /*swizzled=*/true);
-  check_same_device(b, "b", a, "a");
-  check_same_device(b_scale, "b_scale", a, "a");
-  p.alpha = check_scalar(alpha, "alpha", a);
-  const Bias checked_bias = check_bias(bias, p.n, a);
+  NVFP4_CHECK(b.data.dim() == 2, b_name, " must be 2-D, N rows along K, got shape ",
+              shape_text(b.data));
+  NVFP4_CHECK(a.k == b.k, a_name, " and ", b_name, " must have the same K, got ", a.k, " and ", b.k,
+              " (", b_name, " has shape ", shape_text(b.data),
+              "): both are row-major along K, D = A . B^T");
+  check_same_device(b.data, b_name, a.data, a_name);
+  GemmParams p;
+  p.a = a.operand;
+  p.b = b.operand;
+  p.m = a.rows;
+  p.n = b.rows;
+  p.k = a.k;
+  p.alpha = check_scalar(alpha, "alpha", a.data);
+  const Bias checked_bias = check_bias(bias, p.n, a.data);
   p.bias = checked_bias.data;
   p.bias_type = checked_bias.type;
   p.out_type = check_out_dtype(out_dtype, default_out);
-  const Tensor b_dense = as_contiguous(b), b_scale_dense = as_contiguous(b_scale);
-  p.b = const_bytes(b_dense);
-  p.b_scale = const_bytes(b_scale_dense);
-  Tensor out = allocate(sizes_with_last(a, p.n), scalar_type(p.out_type), a);
+  Tensor out = allocate(sizes_with_last(a.data, p.n), scalar_type(p.out_type), a.data);
   p.out = out.mutable_data_ptr();
   if (p.m == 0 || p.n == 0) return out;
-  const CudaScope scope(a);
+  const CudaScope scope(a.data);
 #if defined(NVFP4_WITH_CUDA)
-  if (a.is_cuda()) {
-    cuda::gemm(p, a, scope.stream());
+  if (a.data.is_cuda()) {
+    cuda::gemm(p, a.data, scope.stream());
     return out;
   }
 #endif
-  NVFP4_CHECK(k <= kExactKMax, "K must be at most ", kExactKMax,
-              " on the CPU (the exact 64-bit accumulator's limit), got ", k);
+  NVFP4_CHECK(p.k <= kExactKMax, "K must be at most ", kExactKMax,
+              " on the CPU (the exact 64-bit accumulator's limit), got ", p.k);
   check_cpu_allowed();
   cpu::gemm(p);
   return out;
@@ -141,8 +167,8 @@ Tensor run_gemm(GemmParams p, const Tensor& a, int64_t a_k, const Tensor& b, con
 std::tuple<Tensor, Tensor> quantize(Tensor x, OptTensor global_scale, bool swizzled) {
   const DType type = check_activation(x, "x", kBlockSize, /*allow_float32=*/true);
   const Rows rows = as_rows(x);
-  const auto out = make_producer(rows, type, global_scale, swizzled, rows.cols, rows.rows,
-                                 leading_sizes(x));
+  const auto out =
+      make_producer(rows, type, global_scale, swizzled, rows.cols, rows.rows, leading_sizes(x));
   if (rows.rows) NVFP4_LAUNCH(quantize, rows.tensor, out.params);
   return {out.data, out.block_scale};
 }
@@ -156,8 +182,8 @@ std::tuple<Tensor, Tensor> swiglu_quantize(Tensor gate_up, OptTensor global_scal
   // Padded rows have no leading shape to belong to: the result is then (rows, K/2).
   const auto leading =
       padded_rows == rows.rows ? leading_sizes(gate_up) : std::vector<int64_t>{padded_rows};
-  const auto out = make_producer(rows, type, global_scale, swizzled, rows.cols / 2, padded_rows,
-                                 leading);
+  const auto out =
+      make_producer(rows, type, global_scale, swizzled, rows.cols / 2, padded_rows, leading);
   if (rows.rows) NVFP4_LAUNCH(swiglu_quantize, rows.tensor, out.params);
   return {out.data, out.block_scale};
 }
@@ -231,26 +257,22 @@ Tensor global_scale(Tensor x) {
 
 Tensor gemm(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, OptTensor alpha, OptTensor bias,
             OptType out_dtype) {
-  GemmParams p;
-  const int64_t k = check_packed(a, "a");
-  p.m = rows_of(a);
-  check_scale(a_scale, "a_scale", p.m, k / kBlockSize, /*swizzled=*/true);
-  check_same_device(a_scale, "a_scale", a, "a");
-  const Tensor a_dense = as_contiguous(a), a_scale_dense = as_contiguous(a_scale);
-  p.a = a_dense.const_data_ptr();
-  p.a_scale = const_bytes(a_scale_dense);
-  return run_gemm(p, a_dense, k, b, b_scale, alpha, bias, out_dtype, DType::kBFloat16);
+  return run_gemm(packed_side(a, a_scale, "a", "a_scale"), packed_side(b, b_scale, "b", "b_scale"),
+                  "a", "b", alpha, bias, out_dtype, DType::kBFloat16);
 }
 
 Tensor gemm_a16w4(Tensor x, Tensor b, Tensor b_scale, OptTensor alpha, OptTensor bias,
                   OptType out_dtype) {
-  GemmParams p;
-  p.a_type = check_activation(x, "x", kBlockSize, /*allow_float32=*/false);
-  const Rows rows = as_rows(x);
-  p.a = rows.tensor.const_data_ptr();
-  p.a_row_stride = rows.stride;
-  p.m = rows.rows;
-  return run_gemm(p, rows.tensor, rows.cols, b, b_scale, alpha, bias, out_dtype, p.a_type);
+  const Side dense = dense_side(x, "x");
+  return run_gemm(dense, packed_side(b, b_scale, "b", "b_scale"), "x", "b", alpha, bias, out_dtype,
+                  dense.operand.type);
+}
+
+Tensor gemm_a4w16(Tensor a, Tensor w, Tensor a_scale, OptTensor alpha, OptTensor bias,
+                  OptType out_dtype) {
+  const Side dense = dense_side(w, "w");
+  return run_gemm(packed_side(a, a_scale, "a", "a_scale"), dense, "a", "w", alpha, bias, out_dtype,
+                  dense.operand.type);
 }
 
 }  // namespace nvfp4

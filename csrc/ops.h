@@ -2,6 +2,7 @@
 // bindings are in registration.cpp; what each op computes is in nvfp4_linear/ops.py's docstrings.
 #pragma once
 
+#include <string>
 #include <tuple>
 
 #include "tensors.h"
@@ -24,6 +25,8 @@ Tensor gemm(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, OptTensor alpha,
 Tensor gemm_a16w4(Tensor x, Tensor b, Tensor b_scale, OptTensor alpha, OptTensor bias,
                   OptType out_dtype);
 
+Tensor gemm_a4w16(Tensor a, Tensor w, Tensor a_scale, OptTensor alpha, OptTensor bias,
+                  OptType out_dtype);
 Tensor grouped_gemm(Tensor a, Tensor b, OptTensor a_scale, OptTensor b_scale, Tensor offs,
                     OptTensor alpha, OptTensor bias, std::string ragged, OptTensor gather,
                     OptTensor scatter, OptTensor gamma, OptType out_dtype, bool a_scale_swizzled,

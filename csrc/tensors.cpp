@@ -4,6 +4,9 @@
 
 #include "check.h"
 #include "nvfp4.h"
+#if defined(NVFP4_WITH_CUDA)
+#include <cuda_runtime_api.h>
+#endif
 
 // Weak: absent in a CPU build of torch, which never reaches a CUDA tensor. One binary for both.
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream)
@@ -173,7 +176,11 @@ CudaScope::CudaScope(const Tensor& tensor) {
               "where nvcc (CUDA 13) is installed");
 #endif
   const int32_t index = tensor.get_device_index();
-  guard_.emplace(index);
+#if defined(NVFP4_WITH_CUDA)
+  // A guard is only worth its cost where the device is not current already.
+  int current = -1;
+  if (cudaGetDevice(&current) != cudaSuccess || current != index) guard_.emplace(index);
+#endif
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index, &stream_));
 }
 

@@ -44,6 +44,8 @@ from .linear import Nvfp4Linear, calibrate  # noqa: E402
 from .swap import LayerRecord, SwapReport, swap_linears  # noqa: E402
 from .tensor import Nvfp4Tensor  # noqa: E402
 
+algorithms._start()
+
 __all__ = [
     "Algorithm",
     "LayerRecord",

@@ -192,6 +192,33 @@ def _compute_capability(text: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
+# ---------------------------------------------------------------------------------- sweep, gate
+
+
+def _sweep_arguments(parser: argparse.ArgumentParser) -> None:
+    from .lab import commands
+
+    commands.sweep_arguments(parser)
+
+
+def _sweep(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    from .lab import commands
+
+    return commands.run_sweep(args, console)
+
+
+def _gate_arguments(parser: argparse.ArgumentParser) -> None:
+    from .lab import commands
+
+    commands.gate_arguments(parser)
+
+
+def _gate(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    from .lab import commands
+
+    return commands.run_gate_command(args, console)
+
+
 # ----------------------------------------------------------------------------------------- main
 
 
@@ -219,6 +246,16 @@ COMMANDS = {
         "which backend and algorithm a GEMM of M x N x K takes, and why none above it",
         _explain_arguments,
         _explain,
+    ),
+    "sweep": Command(
+        "find the fastest cuBLASLt algorithm for a shape, prove its bytes, pin it",
+        _sweep_arguments,
+        _sweep,
+    ),
+    "gate": Command(
+        "climb the validation ladder with a pin: isolated, whole blocks, whole trajectories",
+        _gate_arguments,
+        _gate,
     ),
 }
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from tqdm import tqdm
@@ -54,6 +55,12 @@ class Console:
     def progress(self, items: Iterable[T], what: str, total: int | None = None) -> Iterable[T]:
         """``items`` behind a progress bar on stderr; without a bar where stderr is no terminal."""
         return tqdm(items, desc=what, total=total, leave=False, disable=not sys.stderr.isatty())
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Shows ``what`` on a terminal's stderr for as long as the block takes."""
+        with tqdm(desc=what, bar_format="{desc} ...", leave=False, disable=not sys.stderr.isatty()):
+            yield
 
 
 def _finite(value: Any) -> Any:

@@ -113,7 +113,8 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     console.say(
         f"nvfp4_linear {versions['nvfp4_linear']}, torch {versions['torch']}, on {_name(device)}"
     )
-    model = load_network(device)
+    with console.waiting("loading the network"):
+        model = load_network(device)
     network, checks = _network(model, device, console)
     mlp, mlp_checks = _swiglu_mlp(device, console)
     gemm, gemm_checks = _one_gemm(device, console)

@@ -412,15 +412,15 @@ def dequantize(
 # -------------------------------------------------------------------------------------------------
 
 
-def _int_matmul(a: Tensor, b: Tensor, a_max: int, b_max: int) -> Tensor:
-    """a (M, K) · b (N, K)ᵀ of whole numbers held in FP64 → int64 (M, N), exact.
+def _exact_matmul(a: Tensor, b: Tensor) -> Tensor:
+    """a (M, K) · b (N, K)ᵀ of operands in units of 2⁻¹⁰, held in FP64 → int64 (M, N), exact.
 
-    |a| ≤ a_max, |b| ≤ b_max. K is cut so that every partial sum in FP64 stays a whole number below
-    2⁵³: exact in any order.
+    K is cut so that every partial sum in FP64 stays a whole number below 2⁵³: exact in any order.
     """
-    chunk = FLOAT64_EXACT // (a_max * b_max)
-    if chunk == 0 or a_max * b_max * a.shape[1] >= INT64_SAFE:
+    largest_product = OPERAND_MAX_UNITS**2
+    if largest_product * a.shape[1] >= INT64_SAFE:
         raise ValueError(f"K = {a.shape[1]} is too long for an exact 64-bit sum")
+    chunk = FLOAT64_EXACT // largest_product
     total = torch.zeros(a.shape[0], b.shape[0], dtype=torch.int64)
     for start in range(0, a.shape[1], chunk):
         total += (a[:, start : start + chunk] @ b[:, start : start + chunk].T).long()
@@ -473,7 +473,7 @@ def gemm(
     """
     a_units, a_nan = _operand_units(_decode(a, a_scale, swizzled=True))
     b_units, b_nan = _operand_units(_decode(b, b_scale, swizzled=True))
-    total = _int_matmul(a_units, b_units, OPERAND_MAX_UNITS, OPERAND_MAX_UNITS)
+    total = _exact_matmul(a_units, b_units)
     acc = _int64_to_fp32(total, -2 * OPERAND_FRACTION_BITS)
     acc = acc.masked_fill(a_nan[:, None] | b_nan[None, :], torch.nan)
     return _epilogue(acc, alpha, bias, out_dtype)
@@ -487,61 +487,19 @@ def gemm_a16w4(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`gemm` with a dense activation: the sum over K of x·B exact, rounded once to FP32; fma; out.
+    """`gemm` with a dense activation: Σ_k x·B in FP64 in the order of k, then rounded to FP32; fma;
+    out.
 
-    x: (M, K) BF16/FP16; alpha = g_B; out_dtype None means x's. Inf and NaN in x act as in IEEE
-    arithmetic: ∞ · 0 is NaN, ∞ − ∞ is NaN.
+    Each product is exact in FP64. So is the sum, whatever its order, unless the exponents in a row
+    lie some thirty apart: x, unlike a quantized operand, has a wide range, and no 64-bit fixed point
+    holds it. Inf and NaN act as in IEEE arithmetic: ∞ · 0 is NaN, ∞ − ∞ is NaN.
+
+    x: (M, K) BF16/FP16; b: (N, K/2) uint8, scale swizzled; alpha = g_B; out_dtype None means x's.
     """
     if x.dtype not in (torch.bfloat16, torch.float16):
         raise TypeError(f"x must be bfloat16 or float16, got {x.dtype}")
-    decoded = _decode(b, b_scale, swizzled=True)
-    b_units, b_nan = _operand_units(decoded)
-    finite = torch.isfinite(x)
-    acc = _dense_sum(torch.where(finite, x, 0).double(), b_units)
-    for row in (~finite).any(dim=1).nonzero().flatten().tolist():
-        non_finite = torch.where(finite[row], 0.0, x[row].double())
-        acc[row] = (non_finite * decoded.double()).sum(dim=1).float()
-    acc = acc.masked_fill(b_nan[None, :], torch.nan)
-    return _epilogue(acc, alpha, bias, x.dtype if out_dtype is None else out_dtype)
-
-
-def _dense_sum(x: Tensor, b_units: Tensor) -> Tensor:
-    """x · b_unitsᵀ · 2⁻¹⁰ rounded once to FP32; x (M, K) finite BF16/FP16 values, both as FP64.
-
-    x is cut by exponent into bands of whole numbers small enough for `_int_matmul`; the bands'
-    exact sums are then put together in 64 bits where they fit, else in Python's integers.
-    """
-    band_bits = 8
-    significand_bits = 11  # FP16's; BF16 has 8
-    exponent = torch.frexp(x).exponent  # |x| < 2^exponent
-    band = torch.div(exponent, band_bits, rounding_mode="floor")
-    parts: list[tuple[int, Tensor]] = []
-    for index in torch.unique(band[x != 0]).tolist():
-        unit = index * band_bits - significand_bits
-        whole = torch.where((band == index) & (x != 0), x * 2.0**-unit, 0.0)
-        part = _int_matmul(whole, b_units, 2 ** (significand_bits + band_bits), OPERAND_MAX_UNITS)
-        parts.append((unit - OPERAND_FRACTION_BITS, part))
-    if not parts:
-        return torch.zeros(x.shape[0], b_units.shape[0])
-
-    lowest = min(unit for unit, _ in parts)
-    largest = sum(int(part.abs().max()) << (unit - lowest) for unit, part in parts)
-    if largest < INT64_SAFE:
-        total = sum(part << (unit - lowest) for unit, part in parts)
-        return _int64_to_fp32(total, lowest)
-    totals = [0] * parts[0][1].numel()
-    for unit, part in parts:
-        shifted = (p << (unit - lowest) for p in part.flatten().tolist())
-        totals = [t + s for t, s in zip(totals, shifted, strict=True)]
-    odd = torch.tensor([_int_to_odd_float(t, lowest) for t in totals], dtype=torch.float64)
-    return odd.reshape(parts[0][1].shape).float()
-
-
-def _int_to_odd_float(value: int, exponent: int) -> float:
-    """value · 2^exponent rounded to odd in FP64 (53 bits kept, the rest a sticky bit)."""
-    surplus = max(abs(value).bit_length() - 53, 0)
-    kept = abs(value) >> surplus
-    if abs(value) != kept << surplus:
-        kept |= 1
-    magnitude = float(kept) * 2.0**exponent * 2.0**surplus
-    return -magnitude if value < 0 else magnitude
+    weight = _decode(b, b_scale, swizzled=True).double()
+    acc = torch.zeros(x.shape[0], weight.shape[0], dtype=torch.float64)
+    for x_k, weight_k in zip(x.double().T, weight.T, strict=True):
+        acc += torch.outer(x_k, weight_k)
+    return _epilogue(acc.float(), alpha, bias, x.dtype if out_dtype is None else out_dtype)

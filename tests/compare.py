@@ -65,6 +65,17 @@ def neighbours(values: Tensor) -> Tensor:
     return torch.cat((below, values, above))
 
 
+def scales_onto_ties(value: float, dtype: torch.dtype) -> Tensor:
+    """FP32 g for which value · g, inexact, rounds in FP32 to a tie of BF16 or FP16: two roundings
+    and one give different results for about half of them."""
+    explicit_bits = {torch.bfloat16: 7, torch.float16: 10}[dtype]
+    odd = 2 * torch.arange(64) + 1
+    ties = 1 + odd * 2.0 ** -(explicit_bits + 1)
+    g = (ties / value).float()
+    inexact = g.double() * value != ties.double()
+    return g[inexact & (g * value == ties)]
+
+
 # --- inputs: name → (rows, k, generator) FP32; cast to the dtype under test
 
 TIES = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]

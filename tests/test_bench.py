@@ -250,7 +250,7 @@ def test_samples():
 
 def test_rotation_exceeds_four_times_l2():
     l2 = 60 * MIB
-    assert rotation_sets(43_352_064, l2) == 6 and 6 * 43_352_064 > 4 * l2
+    assert rotation_sets(43_352_064, l2) == 6 and 4 * l2 < 6 * 43_352_064
     assert rotation_sets(2_168_176_640, l2) == 1
     assert rotation_sets(100, l2) == timing.MAX_SETS
 

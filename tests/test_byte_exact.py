@@ -17,6 +17,7 @@ from compare import (
     make_input,
     neighbours,
     random_operand,
+    scales_onto_ties,
     to_hex,
 )
 from helpers import poison
@@ -306,6 +307,18 @@ def test_dequantize_ragged(device, dtype):
         assert_same_bytes(ops.dequantize(*arguments, out_dtype=dtype), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dequantize_is_rounded_to_fp32_and_then_to_the_output(device, dtype):
+    """Global scales whose product with 3 (code 5 at scale 1) rounds to a tie of the output dtype."""
+    data = torch.full((1, 8), 0x55, dtype=torch.uint8)
+    scale = torch.tensor([[0x38]], dtype=torch.uint8).view(torch.float8_e4m3fn)
+    for g in scales_onto_ties(3.0, dtype):
+        expected = reference.dequantize(data, scale, g, swizzled=False, out_dtype=dtype)
+        arguments = on(device, data, scale, g)
+        actual = ops.dequantize(*arguments, swizzled=False, out_dtype=dtype)
+        assert_same_bytes(actual, expected, f"g={g.item().hex()}")
+
+
 def test_dequantize_default_is_fp32_swizzled_without_global_scale(device):
     data, scale = random_operand(5, 32, seed=1)
     swizzled = reference.swizzle_scales(scale)
@@ -516,6 +529,50 @@ def test_gemm_beside_rounding_ties():
         check_gemm((a, b, *scales), torch.tensor(1.0 + 2.0**-23), torch.rand(4), out_dtype)
 
 
+def columns_of_blocks(rows: list[list[tuple[int, int]]]):
+    """Rows of (code, scale byte), one block each, the code in the block's first place."""
+    codes = torch.tensor([[code for code, _ in row] for row in rows], dtype=torch.uint8)
+    scale = torch.tensor([[byte for _, byte in row] for row in rows], dtype=torch.uint8)
+    data = torch.nn.functional.pad(codes[..., None], (0, 7)).flatten(1)
+    return data, reference.swizzle_scales(scale.view(torch.float8_e4m3fn))
+
+
+def test_gemm_epilogue_is_one_fused_multiply_add():
+    """alpha · acc = 2⁻²⁴·(1 − i²·2⁻⁴⁶) beside an odd bias: a tie, if it is rounded before the add or
+    added in FP64."""
+    one, smallest = 0x38, 0x01  # scales 1 and 2⁻⁹
+    a, a_scale = columns_of_blocks([[(6, one), (1, smallest)]])  # 4 and 2⁻¹⁰
+    bias = torch.tensor([1 + 2.0**-23, -1 - 2.0**-23, 1.5 + 2.0**-23, 2 - 2.0**-23])
+    for i, code in {1: 10, 2: 12, 3: 13, 4: 14, 6: 15}.items():  # −1, −2, −3, −4, −6
+        b, b_scale = columns_of_blocks([[(6, one), (code, smallest)]] * len(bias))
+        acc = ops.gemm(a, b, a_scale, b_scale, out_dtype=torch.float32)
+        assert (acc == 16 * (1 - i * 2.0**-23)).all()
+        for sign in (1, -1):
+            alpha = torch.tensor(sign * 2.0**-28 * (1 + i * 2.0**-23))
+            check_gemm((a, b, a_scale, b_scale), alpha, bias, torch.float32)
+            fused = ops.gemm(a, b, a_scale, b_scale, alpha, bias, torch.float32)
+            assert torch.equal(fused[0], bias)  # to which the exact sum is nearest
+
+
+def test_gemm_accumulator_is_rounded_once():
+    """acc = 2⁵⁵ units, an FP32 tie, and one unit: FP64 would drop the unit and find the tie."""
+    big = [(6, 0x78)] * (1 << 11)  # 1024, in all 16 places below; its square is 2⁴⁰ units of 2⁻²⁰
+    one_32, one_64, zero = (2, 0x60), (2, 0x68), (0, 0x38)
+    unit, minus_unit = (1, 0x01), (9, 0x01)  # ±2⁻¹⁰
+    a, a_scale = columns_of_blocks([[*big, one_32, one_64, unit]])
+    b, b_scale = columns_of_blocks(
+        [
+            [*big, one_64, odd, last]  # 32 · 64 is the tie, 2³¹ units; 64 · 64 one step, 2³²
+            for odd in (one_64, zero)
+            for last in (unit, minus_unit, zero)
+        ]
+    )
+    a[:, : 8 * len(big)] = b[:, : 8 * len(big)] = 0x66
+    check_gemm((a, b, a_scale, b_scale), out_dtype=torch.float32)
+    acc = ops.gemm(a, b, a_scale, b_scale, out_dtype=torch.float32)[0].double() * 2.0**20
+    assert ((acc - 2.0**55) / 2.0**32).tolist() == [2, 1, 2, 1, 0, 0]
+
+
 def test_gemm_nan_scales_stay_in_their_row_and_column():
     a, b, a_scale, b_scale = gemm_operands(6, 10, 96, seed=8)
     linear = [reference.unswizzle_scales(s, rows, 6) for s, rows in ((a_scale, 6), (b_scale, 10))]
@@ -584,6 +641,21 @@ def test_gemm_a16w4_every_kind_of_activation(name, dtype):
     """Exponents far apart, sums that overflow, Inf and NaN."""
     x = make_input(name, 40, 272, dtype)
     check_a16w4(x, weight(24, 272, seed=3, highest=0x7F), out_dtype=torch.float32)
+
+
+def test_gemm_a16w4_adds_in_the_order_of_k():
+    """Terms that FP64 cannot hold together: 2⁶⁰ + 1 − 2⁶⁰ is 0 and 2⁶⁰ − 2⁶⁰ + 1 is 1."""
+    k = 1040
+    x = torch.zeros(6, k)
+    for row, (first, second, third) in enumerate([(0, 1, 2), (0, 2, 1), (5, 700, 1039)] * 2):
+        x[row, first], x[row, second], x[row, third] = 2.0**60, 1.0, -(2.0**60)
+    x[3:] *= -1
+    b = torch.full((70, k // 2), 0x22, dtype=torch.uint8)
+    scale = torch.full((70, k // 16), 0x38, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    operands = (b, reference.swizzle_scales(scale))
+    check_a16w4(x.bfloat16(), operands, out_dtype=torch.float32)
+    y = ops.gemm_a16w4(x.bfloat16(), *operands, out_dtype=torch.float32)
+    assert y[:, 0].tolist() == [0, 1, 0, 0, -1, 0]
 
 
 def test_gemm_a16w4_strided():

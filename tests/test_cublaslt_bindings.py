@@ -209,10 +209,27 @@ def test_operands_that_do_not_fit_the_plan_never_reach_cublaslt(fake, planner, c
     for key, value in change.items():  # small numbers are offsets, 0 is null
         shift = 0 < value < 256 and not key.endswith("bytes")
         changed[key] = addresses[key] + value if shift else value
-    with pytest.raises(RuntimeError) as error:
+    with pytest.raises(ValueError) as error:
         plan.run(lt.Operands(**changed))
     assert message in str(error.value)
     assert len(fake.calls("cublasLtMatmul")) == 1
+
+
+def test_unfit_operands_retire_no_plan(planner):
+    problem = lt.Problem("nvfp4", 4, 8, 64, GB10)
+    before = planner.plan(problem)
+    with pytest.raises(ValueError, match="must not be null"):
+        planner.matmul(problem, lt.Operands(a=0, b=0, d=0))
+    assert planner.plan(problem) is before
+
+
+def test_a_refused_plan_cannot_be_run(fake, planner):
+    fake.configure(check_status=NOT_SUPPORTED, heuristic_status=NOT_SUPPORTED)
+    plan = planner.plan(lt.Problem("nvfp4", 4, 8, 64, GB10))
+    with pytest.raises(
+        ValueError, match="no plan to run: cublaslt-pinned: AlgoCheck CUBLAS_STATUS"
+    ):
+        plan.run(lt.Operands(a=256, b=256, d=256))
 
 
 def test_a_refused_launch_says_status_algorithm_and_shape(fake, planner):

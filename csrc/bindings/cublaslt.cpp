@@ -179,8 +179,9 @@ std::string run(const lt::Plan& plan, const Launch& launch) {
   lt::Operands operands = launch.operands;
   const bool device_alpha = operands.alpha != nullptr;
   if (plan.ok() && device_alpha != (plan.executable->problem.alpha == lt::PointerMode::kDevice)) {
-    return device_alpha ? "the plan takes alpha on the host, got alpha_pointer"
-                        : "the plan takes alpha on the device, got no alpha_pointer";
+    throw std::invalid_argument(device_alpha
+                                    ? "the plan takes alpha on the host, got alpha_pointer"
+                                    : "the plan takes alpha on the device, got no alpha_pointer");
   }
   if (!device_alpha) {
     operands.alpha = &launch.alpha;
@@ -280,7 +281,9 @@ void bind_plan(py::module_& m) {
         const std::string reason = run(self, operands);
         if (!reason.empty()) throw std::runtime_error(reason);
       },
-      "operands"_a, Unlocked(), "Enqueue. RuntimeError with the status name where it is refused.");
+      "operands"_a, Unlocked(),
+      "Enqueue. RuntimeError with the status name where cuBLASLt refuses, ValueError where the "
+      "operands don't fit the plan.");
 
   py::class_<Launch>(m, "Operands",
                      "Addresses as integers, 0 where there is none. alpha is a host value unless "

@@ -5,9 +5,9 @@
 // a 64-bit fixed-point accumulator. Every step is exact, so tiling, threads and instruction set
 // cannot change a byte.
 //
-// One dense operand (BF16 or FP16): products are exact in FP64 and are added in FP64 in the order of k, the
-// same at every tiling. That is exact while a row's partial sums span at most 53 bits, and else off
-// by at most K * 2^-53 of sum |a b|, before the one rounding to FP32.
+// One dense operand (BF16 or FP16): products are exact in FP64 and are added in FP64 in the order
+// of k, the same at every tiling. That is exact while a row's partial sums span at most 53 bits,
+// and else off by at most K * 2^-53 of sum |a b|, before the one rounding to FP32.
 //
 // NaN block scales are kept out of the arithmetic: a row or column that has one is NaN, by flag.
 #include <algorithm>
@@ -24,8 +24,8 @@
 namespace nvfp4::cpu {
 namespace {
 
-constexpr int kPanelCols = 32;     // columns of B that a register tile covers
-constexpr int64_t kTileM = 256;    // of a thread's tile: its decoded chunks of A and B stay in L2
+constexpr int kPanelCols = 32;   // columns of B that a register tile covers
+constexpr int64_t kTileM = 256;  // of a thread's tile: its decoded chunks of A and B stay in L2
 constexpr int64_t kTileN = 256;
 constexpr int64_t kChunkK = 1024;  // 64 blocks: what FP64 adds exactly
 
@@ -105,8 +105,8 @@ const PairTable kPairs;
 // One product: D's rows and A's rows may be anywhere; K may be a slice of longer rows.
 struct Product {
   Operand a, b;
-  const int32_t* a_row = nullptr;    // row i of the product is A's row a_row[i]
-  const int32_t* out_row = nullptr;  // and D's row out_row[i], none where negative
+  const int32_t* a_row = nullptr;              // row i of the product is A's row a_row[i]
+  const int32_t* out_row = nullptr;            // and D's row out_row[i], none where negative
   int64_t a_row_begin = 0, out_row_begin = 0;  // where they are null: row i + begin
   int64_t m = 0, n = 0;
   int64_t k_begin = 0, k = 0;  // columns [k_begin, k_begin + k) of rows that are k_total long
@@ -379,11 +379,9 @@ void set_rows(const GroupedGemmParams& p, int64_t begin, Product* product) {
 }  // namespace
 
 void gemm(const GemmParams& p) {
-  const Operand a{p.a, p.a_scale, true, p.a_type, p.a_row_stride};
-  const Operand b{p.b, p.b_scale};
   Product product;
-  product.a = a;
-  product.b = b;
+  product.a = p.a;
+  product.b = p.b;
   product.m = p.m;
   product.n = p.n;
   product.k = product.k_total = p.k;
@@ -392,7 +390,7 @@ void gemm(const GemmParams& p) {
   product.bias_type = p.bias_type;
   product.out = p.out;
   product.out_type = p.out_type;
-  multiply({product}, a, b);
+  multiply({product}, p.a, p.b);
 }
 
 void grouped_gemm(const GroupedGemmParams& p) {

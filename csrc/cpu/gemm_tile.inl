@@ -51,7 +51,8 @@ void exact_tile(const float* a, int64_t a_stride, const float* b, int64_t depth,
   }
 }
 
-// sums (kRows, kPanelCols) += the same product of FP64 values, each element added in the order of k.
+// sums (kRows, kPanelCols) += the same product of FP64 values, each element added in the order of
+// k.
 void ordered_tile(const double* a, int64_t a_stride, const double* b, int64_t depth, double* sums) {
   for (int c0 = 0; c0 < kPanelCols; c0 += kLanes) {
     Doubles total[kRows][2];

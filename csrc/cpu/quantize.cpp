@@ -104,20 +104,20 @@ void global_scale(const AmaxParams& p) {
     // The maximum of finite magnitudes as integers: their order is the floats' order, and an
     // integer maximum does not depend on who comes first.
     std::atomic<uint32_t> amax{0};
-    parallel_for(p.rows, kGrainElements / std::max<int64_t>(p.cols, 1), [&](int64_t begin,
-                                                                            int64_t end) {
-      uint32_t local = 0;
-      for (int64_t row = begin; row < end; ++row) {
-        const auto* in = x + row * p.x_row_stride;
-        for (int64_t c = 0; c < p.cols; ++c) {
-          const uint32_t magnitude = bits_from_float(T::load(in[c])) & 0x7FFFFFFFu;
-          local = std::max(local, magnitude < 0x7F800000u ? magnitude : 0u);
-        }
-      }
-      uint32_t seen = amax.load();
-      while (seen < local && !amax.compare_exchange_weak(seen, local)) {
-      }
-    });
+    parallel_for(p.rows, kGrainElements / std::max<int64_t>(p.cols, 1),
+                 [&](int64_t begin, int64_t end) {
+                   uint32_t local = 0;
+                   for (int64_t row = begin; row < end; ++row) {
+                     const auto* in = x + row * p.x_row_stride;
+                     for (int64_t c = 0; c < p.cols; ++c) {
+                       const uint32_t magnitude = bits_from_float(T::load(in[c])) & 0x7FFFFFFFu;
+                       local = std::max(local, magnitude < 0x7F800000u ? magnitude : 0u);
+                     }
+                   }
+                   uint32_t seen = amax.load();
+                   while (seen < local && !amax.compare_exchange_weak(seen, local)) {
+                   }
+                 });
     *p.out = global_scale_from_amax(float_from_bits(amax.load()));
   });
 }

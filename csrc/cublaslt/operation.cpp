@@ -1,6 +1,6 @@
 #include "operation.h"
 
-#include <cstring>
+#include <stdexcept>
 #include <type_traits>
 #include <utility>
 
@@ -376,12 +376,12 @@ Capabilities Operation::capabilities(int algorithm_id) const {
 }
 
 std::string run(const Plan& plan, const Operands& row_major, void* stream) {
-  if (!plan.ok()) return "no plan to run: " + to_text(plan.refusals);
+  if (!plan.ok()) throw std::invalid_argument("no plan to run: " + to_text(plan.refusals));
   const Executable& executable = *plan.executable;
   const Library& library = *executable.library;
   const Operands operands = column_major(row_major);
   const std::string bad = bad_operands(executable, operands);
-  if (!bad.empty()) return with_shape(bad, executable.problem);
+  if (!bad.empty()) throw std::invalid_argument(with_shape(bad, executable.problem));
   try {
     const auto descriptor = make_descriptor(library, executable.problem, operands.a_scale,
                                             operands.b_scale, operands.bias);

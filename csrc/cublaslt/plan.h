@@ -58,8 +58,9 @@ struct Operands {
   size_t workspace_bytes;
 };
 
-// Enqueues D on `stream` (a cudaStream_t). Empty on success, else what refused, with m, n, k.
-// Thread-safe: a plan may run on several streams at once.
+// Enqueues D on `stream` (a cudaStream_t). Empty on success, else what cuBLASLt refused, with m, n,
+// k: retire the plan. Operands that don't fit the plan are the caller's mistake, never the plan's:
+// std::invalid_argument. Thread-safe: a plan may run on several streams at once.
 std::string run(const Plan& plan, const Operands& operands, void* stream);
 
 // An algorithm's capability attributes by name; tile_ids and stages_ids are lists, empty for the

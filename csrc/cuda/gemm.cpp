@@ -31,13 +31,15 @@ GemmRequest request_of(const GemmParams& p) {
   r.m = p.m;
   r.n = p.n;
   r.k = p.k;
-  r.dense_a = p.a_scale == nullptr;
-  r.a_type = p.a_type;
-  r.a_row_stride = p.a_row_stride;
+  r.dense_a = p.a.scale == nullptr;
+  r.dense_b = p.b.scale == nullptr;
+  r.dense_type = r.dense_a ? p.a.type : p.b.type;
+  r.a_row_stride = p.a.row_stride;
+  r.b_row_stride = p.b.row_stride;
   r.out_type = p.out_type;
   if (p.bias) r.bias_type = p.bias_type;
   r.alpha_on_device = p.alpha.device != nullptr;
-  r.alignment = cublaslt::alignment_of(p.a, p.b, p.a_scale, p.b_scale, p.bias, p.out);
+  r.alignment = cublaslt::alignment_of(p.a.data, p.b.data, p.a.scale, p.b.scale, p.bias, p.out);
   r.device = {device.index, device.cc_major, device.cc_minor, device.sm_count};
   return r;
 }
@@ -105,7 +107,7 @@ std::string run_nvfp4(const GemmParams& p, const GemmRequest& request, const Rou
                       const Tensor& like, Stream stream) {
   if (!route.separate_epilogue) {
     const Scalars scalars(p.alpha, route.problem.alpha);
-    const Operands operands{p.a,           p.b,          p.a_scale, p.b_scale, p.bias,
+    const Operands operands{p.a.data,      p.b.data,     p.a.scale, p.b.scale, p.bias,
                             scalars.alpha, scalars.beta, p.out,     nullptr,   0};
     return plan_and_run(route.problem, operands, like, stream);
   }
@@ -116,10 +118,10 @@ std::string run_nvfp4(const GemmParams& p, const GemmRequest& request, const Rou
     const int64_t rows = std::min(route.m_chunk, p.m - m0);
     const Problem problem = nvfp4_problem(request, rows, /*separate_epilogue=*/true);
     const Scalars scalars(one, problem.alpha);
-    const Operands operands{static_cast<const uint8_t*>(p.a) + m0 * (p.k / 2),
-                            p.b,
-                            p.a_scale + m0 / kTileRows * tiles_per_row * kTileBytes,
-                            p.b_scale,
+    const Operands operands{static_cast<const uint8_t*>(p.a.data) + m0 * (p.k / 2),
+                            p.b.data,
+                            p.a.scale + m0 / kTileRows * tiles_per_row * kTileBytes,
+                            p.b.scale,
                             nullptr,
                             scalars.alpha,
                             scalars.beta,
@@ -134,9 +136,21 @@ std::string run_nvfp4(const GemmParams& p, const GemmRequest& request, const Rou
 }
 
 // The fused kernel, as many rows at a time as it takes.
-void run_slices(const GemmParams& p, Stream stream) {
+void run_small_m(const GemmParams& p, Stream stream) {
+  SmallMParams slice;
+  slice.a = p.a.data;
+  slice.a_scale = p.a.scale;
+  slice.a_type = p.a.type;
+  slice.a_row_stride = p.a.row_stride;
+  slice.b = static_cast<const uint8_t*>(p.b.data);
+  slice.b_scale = p.b.scale;
+  slice.n = p.n;
+  slice.k = p.k;
+  slice.alpha = p.alpha;
+  slice.bias = p.bias;
+  slice.bias_type = p.bias_type;
+  slice.out_type = p.out_type;
   for (int64_t m0 = 0; m0 < p.m; m0 += kSmallMMax) {
-    GemmParams slice = p;
     slice.m = std::min(kSmallMMax, p.m - m0);
     slice.a_row_begin = m0;
     slice.out = offset(p.out, m0 * p.n, p.out_type);
@@ -147,39 +161,39 @@ void run_slices(const GemmParams& p, Stream stream) {
 // Chunks of D: decode B's rows, decode A's, multiply on BF16 or FP16 tensor cores.
 std::string run_decoded(const GemmParams& p, const GemmRequest& request, const Route& route,
                         const Tensor& like, Stream stream) {
-  const DType decoded = route.decoded_type == cublaslt::ElementType::kFp16 ? DType::kFloat16
-                                                                           : DType::kBFloat16;
-  const Workspace b_decoded(route.n_chunk * p.k * 2, like);
+  const DType decoded =
+      route.decoded_type == cublaslt::ElementType::kFp16 ? DType::kFloat16 : DType::kBFloat16;
+  const Workspace b_decoded(request.dense_b ? 0 : route.n_chunk * p.k * 2, like);
   const Workspace a_decoded(request.dense_a ? 0 : route.m_chunk * p.k * 2, like);
   const Workspace accumulators(route.separate_epilogue ? route.m_chunk * route.n_chunk * 4 : 0,
                                like);
-  const auto decode = [&](const void* data, const uint8_t* scale, int64_t begin, int64_t rows,
-                          void* out) {
+  // Rows [begin, begin + rows) of an operand, dense.
+  const auto dense_rows = [&](const Operand& operand, int64_t begin, int64_t rows,
+                              const Workspace& space) -> const void* {
+    if (operand.scale == nullptr) {
+      return offset(operand.data, begin * operand.row_stride, operand.type);
+    }
     DequantizeParams d;
-    d.data = static_cast<const uint8_t*>(data);
-    d.block_scale = scale;
+    d.data = static_cast<const uint8_t*>(operand.data);
+    d.block_scale = operand.scale;
     d.row_begin = begin;
     d.rows = rows;
     d.k = p.k;
-    d.out = out;
+    d.out = space.data();
     d.out_type = decoded;
     dequantize(d, stream);
+    return space.data();
   };
   for (int64_t n0 = 0; n0 < p.n; n0 += route.n_chunk) {
     const int64_t cols = std::min(route.n_chunk, p.n - n0);
-    decode(p.b, p.b_scale, n0, cols, b_decoded.data());
+    const void* b = dense_rows(p.b, n0, cols, b_decoded);
     for (int64_t m0 = 0; m0 < p.m; m0 += route.m_chunk) {
       const int64_t rows = std::min(route.m_chunk, p.m - m0);
-      const void* a = offset(p.a, m0 * p.a_row_stride, p.a_type);
-      if (!request.dense_a) {
-        decode(p.a, p.a_scale, m0, rows, a_decoded.data());
-        a = a_decoded.data();
-      }
+      const void* a = dense_rows(p.a, m0, rows, a_decoded);
       void* out = offset(p.out, m0 * p.n + n0, p.out_type);
       const void* bias = offset(p.bias, n0, p.bias_type);
       Problem problem = chunk_problem(request, route, rows, cols);
-      Operands operands{a, b_decoded.data(), nullptr, nullptr, bias, nullptr, nullptr,
-                        out, nullptr, 0};
+      Operands operands{a, b, nullptr, nullptr, bias, nullptr, nullptr, out, nullptr, 0};
       Scalar alpha = p.alpha;
       if (route.separate_epilogue) {
         operands.bias = nullptr;
@@ -200,10 +214,10 @@ std::string run_decoded(const GemmParams& p, const GemmRequest& request, const R
 
 void log_route(const GemmRequest& r, const Route& route) {
   // Where FP4 tensor cores exist, falling to the emulated rung is worth a warning.
-  const bool unexpected = route.rung == kEmulatedRung && r.device.cc_major >= 10 && !r.dense_a;
+  const bool unexpected =
+      route.rung == kEmulatedRung && r.device.cc_major >= 10 && !r.dense_a && !r.dense_b;
   if (!unexpected && std::getenv("NVFP4_LOG") == nullptr) return;
-  std::string message =
-      concat("gemm m=", r.m, " n=", r.n, " k=", r.k, " runs on ", route.rung);
+  std::string message = concat("gemm m=", r.m, " n=", r.n, " k=", r.k, " runs on ", route.rung);
   for (const auto& refusal : refusals(r, route)) {
     message += concat("; ", refusal.rung, ": ", refusal.reason);
   }
@@ -229,16 +243,18 @@ void gemm(const GemmParams& p, const Tensor& like, Stream stream) {
       if (run_nvfp4(p, request, route, like, stream).empty()) return;
       continue;  // every plan of the rung is retired by now: the next route is the next rung
     }
-    if (route.kernel == EmulatedKernel::kSmallM) return gemm_small_m(p, stream);
+    if (route.kernel == EmulatedKernel::kSmallM) return run_small_m(p, stream);
     if (route.kernel == EmulatedKernel::kDecode) {
       const std::string reasons = run_decoded(p, request, route, like, stream);
       if (reasons.empty()) return;
+      if (request.dense_b)
+        throw std::runtime_error(concat("no backend takes this gemm: ", reasons));
       log_once(LogLevel::kWarning, concat("emulated rung without cuBLASLt: ", reasons));
     }
-    return run_slices(p, stream);
+    return run_small_m(p, stream);
   }
-  throw std::runtime_error(concat("every plan was refused at launch (m = ", p.m, ", n = ", p.n,
-                                  ", k = ", p.k, ")"));
+  throw std::runtime_error(
+      concat("every plan was refused at launch (m = ", p.m, ", n = ", p.n, ", k = ", p.k, ")"));
 }
 
 void grouped_gemm(const GroupedGemmParams&, const Tensor&, Stream) {

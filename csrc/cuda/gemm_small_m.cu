@@ -28,12 +28,15 @@ constexpr int kRowsPerLane = 4;                               // j
 constexpr int kChunkBytes = kChunkK / 2;
 constexpr int kChunkTiles = kChunkK / kBlockSize / kTileCols; // scale tiles along k
 constexpr int kChunkVectors = kChunkK * 2 / kVectorBytes;     // of A's 16-bit values, a row
+constexpr int kChunkVectorsLog2 = 4, kChunkBlocksLog2 = 3;
+static_assert(1 << kChunkVectorsLog2 == kChunkVectors && kChunkVectors == 2 << kChunkBlocksLog2);
 static_assert(kMaxStages - 2 <= 4, "wait_copies takes no more");
 constexpr int kMaxUnits = 4;                                  // A blocks a thread decodes a step
 
 struct SmallMArgs {
-  GemmParams gemm;
+  SmallMParams gemm;
   int strips, k_warps, cluster, stages, iterations;
+  int k_warps_log2;
   int64_t tiles_per_row;  // scale tiles along k
 };
 
@@ -83,7 +86,7 @@ struct WeightSource {
   int64_t tiles_left;                // of a row's scale tiles, from there
 
   __device__ WeightSource(const SmallMArgs& a, const Position& p, int64_t tile, int first_strip) {
-    const GemmParams& q = a.gemm;
+    const SmallMParams& q = a.gemm;
     const int in_tile = (first_strip + p.strip) * 8 + p.g;
     const int64_t pitch = q.k / 2;
     for (int j = 0; j < kRowsPerLane; ++j) {
@@ -119,13 +122,14 @@ struct WeightSource {
 // Copies step `it`'s 16-bit values into a stage.
 template <int kMTiles, bool kAligned>
 __device__ __forceinline__ void copy_dense(const SmallMArgs& a, uint32_t stage, int64_t k_begin) {
-  const GemmParams& q = a.gemm;
-  const int pitch = a.k_warps * kChunkVectors;
+  const SmallMParams& q = a.gemm;
+  const int pitch_log2 = kChunkVectorsLog2 + a.k_warps_log2;
+  const int pitch = 1 << pitch_log2;
   const uint16_t* base = static_cast<const uint16_t*>(q.a) + q.a_row_begin * q.a_row_stride;
   for (int i = static_cast<int>(threadIdx.x); i < kMTiles * kMTileRows * pitch;
        i += kSmallMThreads) {
-    const int m = i / pitch;
-    const int v = i - m * pitch;
+    const int m = i >> pitch_log2;
+    const int v = i & (pitch - 1);
     const int64_t k = k_begin + v * (kVectorBytes / 2);
     const int64_t left = m < q.m ? (q.k - k) * 2 : 0;
     const int valid = left >= kVectorBytes ? kVectorBytes : left > 0 ? static_cast<int>(left) : 0;
@@ -141,13 +145,13 @@ struct PackedUnits {
 
   template <int kMTiles>
   __device__ __forceinline__ void load(const SmallMArgs& a, int64_t k_begin) {
-    const GemmParams& q = a.gemm;
-    const int blocks_per_row = a.k_warps * (kChunkK / kBlockSize);
+    const SmallMParams& q = a.gemm;
+    const int row_log2 = kChunkBlocksLog2 + a.k_warps_log2;  // blocks a row of this step
 #pragma unroll
     for (int u = 0; u < kMaxUnits; ++u) {
       const int i = static_cast<int>(threadIdx.x) + u * kSmallMThreads;
-      const int m = i / blocks_per_row;
-      const int64_t column = k_begin / kBlockSize + (i - m * blocks_per_row);
+      const int m = i >> row_log2;
+      const int64_t column = k_begin / kBlockSize + (i & ((1 << row_log2) - 1));
       codes[u] = make_uint2(0, 0);
       scale[u] = 0;
       if (m < q.m && m < kMTiles * kMTileRows && column * kBlockSize < q.k) {
@@ -167,14 +171,14 @@ struct PackedUnits {
 
   template <int kMTiles>
   __device__ __forceinline__ void decode(const SmallMArgs& a, uint32_t buffer) const {
-    const int blocks_per_row = a.k_warps * (kChunkK / kBlockSize);
-    const int pitch = a.k_warps * kChunkVectors;
+    const int row_log2 = kChunkBlocksLog2 + a.k_warps_log2;
+    const int pitch = kChunkVectors << a.k_warps_log2;
 #pragma unroll
     for (int u = 0; u < kMaxUnits; ++u) {
       const int i = static_cast<int>(threadIdx.x) + u * kSmallMThreads;
-      const int m = i / blocks_per_row;
+      const int m = i >> row_log2;
       if (m >= kMTiles * kMTileRows) break;
-      const int v = (i - m * blocks_per_row) * 2;
+      const int v = (i & ((1 << row_log2) - 1)) * 2;
       const uint32_t s = scale_pair(e4m3_decode(static_cast<uint8_t>(scale[u])), __nv_bfloat16{});
       const uint32_t words[2] = {codes[u].x, codes[u].y};
       for (int h = 0; h < 2; ++h) {
@@ -290,7 +294,7 @@ __device__ __forceinline__ void store_as(void* out, DType type, int64_t index, f
 template <int kMTiles>
 __device__ __forceinline__ void finish(const SmallMArgs& a, int64_t n_tile, int first_strip,
                                        int rank, float unit, const float* tile) {
-  const GemmParams& q = a.gemm;
+  const SmallMParams& q = a.gemm;
   const float alpha = load_scalar(q.alpha);
   const int rows = kStripRows * a.strips;
   const int run = 8 * a.strips;  // consecutive n
@@ -340,9 +344,13 @@ __global__ void __launch_bounds__(kSmallMThreads, 2) small_m_kernel(const SmallM
   const int pitch = a.k_warps * kChunkVectors;
 
   const WeightSource weights(a, p, n_tile, first_strip);
-  const auto issue = [&](int it) {
+  const uint32_t pipeline_end = pipeline + a.stages * stage_bytes;
+  const auto advance = [&](uint32_t& stage) {
+    stage += stage_bytes;
+    if (stage == pipeline_end) stage = pipeline;
+  };
+  const auto issue = [&](int it, uint32_t stage) {
     if (it < a.iterations) {
-      const uint32_t stage = pipeline + (it % a.stages) * stage_bytes;
       const int64_t chunk = first_chunk + int64_t{it} * a.k_warps;
       weights.copy<kAligned>(stage, chunk + p.k_warp);
       if constexpr (!kPackedA) {
@@ -351,7 +359,8 @@ __global__ void __launch_bounds__(kSmallMThreads, 2) small_m_kernel(const SmallM
     }
     commit_copies();  // an empty group keeps the count
   };
-  for (int it = 0; it < a.stages - 1; ++it) issue(it);
+  uint32_t filling = pipeline, stage = pipeline;
+  for (int it = 0; it < a.stages - 1; ++it, advance(filling)) issue(it, filling);
 
   [[maybe_unused]] PackedUnits units;
   if constexpr (kPackedA) {
@@ -364,8 +373,8 @@ __global__ void __launch_bounds__(kSmallMThreads, 2) small_m_kernel(const SmallM
   for (int it = 0; it < a.iterations; ++it) {
     wait_copies(a.stages - 2);
     __syncthreads();  // step `it` of A is complete, and everyone is done with step it - 1
-    issue(it + a.stages - 1);
-    const uint32_t stage = pipeline + (it % a.stages) * stage_bytes;
+    issue(it + a.stages - 1, filling);
+    advance(filling);
     uint32_t activations = stage + static_cast<uint32_t>(kWeightStageBytes);
     const int64_t chunk = first_chunk + int64_t{it} * a.k_warps;
     if constexpr (kPackedA) {
@@ -378,6 +387,7 @@ __global__ void __launch_bounds__(kSmallMThreads, 2) small_m_kernel(const SmallM
       multiply_chunk<T, kMTiles>(stage, activations, pitch, p,
                                  static_cast<int>(min(left, int64_t{kChunkK / kBlockSize})), acc);
     }
+    advance(stage);
   }
   wait_copies(0);
   __syncthreads();
@@ -409,7 +419,7 @@ Kernel pick_kernel(int m_tiles, bool aligned) {
   }
 }
 
-Kernel pick_kernel(const GemmParams& p, int m_tiles, bool aligned) {
+Kernel pick_kernel(const SmallMParams& p, int m_tiles, bool aligned) {
   if (p.a_scale) return pick_kernel<__nv_bfloat16, true>(m_tiles, aligned);
   if (p.a_type == DType::kBFloat16) return pick_kernel<__nv_bfloat16, false>(m_tiles, aligned);
   if (p.a_type == DType::kFloat16) return pick_kernel<__half, false>(m_tiles, aligned);
@@ -486,7 +496,7 @@ const SmallMDevice& small_m_device() {
 
 }  // namespace
 
-void gemm_small_m(const GemmParams& p, Stream stream) {
+void gemm_small_m(const SmallMParams& p, Stream stream) {
   if (p.m == 0 || p.n == 0) return;
   if (p.m > kSmallMMax) throw std::runtime_error("gemm_small_m takes at most 32 rows");
   const bool packed = p.a_scale != nullptr;
@@ -500,10 +510,11 @@ void gemm_small_m(const GemmParams& p, Stream stream) {
     throw std::runtime_error("gemm_small_m: no tile fits this GPU's " +
                              std::to_string(device.shared_per_block) + " bytes of shared memory");
   }
-  SmallMArgs a;
+  SmallMArgs a = {};
   a.gemm = p;
   a.strips = plan.strips;
   a.k_warps = plan.k_warps;
+  while (1 << a.k_warps_log2 < a.k_warps) ++a.k_warps_log2;
   a.cluster = plan.cluster;
   a.stages = plan.stages;
   a.iterations = plan.iterations;

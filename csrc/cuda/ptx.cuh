@@ -164,8 +164,8 @@ __device__ __forceinline__ int cluster_rank() {
 __device__ __forceinline__ void cluster_sync() {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
-      "barrier.cluster.arrive.release.aligned;\n"
-      "barrier.cluster.wait.acquire.aligned;" ::
+      "barrier.cluster.arrive.release;\n"
+      "barrier.cluster.wait.acquire;" ::
           : "memory");
 #endif
 }

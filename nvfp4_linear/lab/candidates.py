@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from operator import attrgetter
 from typing import Any
 
@@ -59,7 +59,7 @@ class Ranges:
         )
 
 
-@lru_cache(maxsize=None)
+@cache
 def tile_shape(tile: int) -> tuple[int, int] | None:
     """Sides of a tile as cuBLASLt names it: along our N, along our M. None where it has none."""
     rows, cross, columns = lt.tile_name(tile).partition("x")

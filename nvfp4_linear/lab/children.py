@@ -10,6 +10,7 @@ hand. A lost child is dead: start another.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -51,7 +52,7 @@ class Child:
             progress.write(struct.pack("<q", -1))
             progress.flush()
             self._progress = mmap.mmap(progress.fileno(), 8, access=mmap.ACCESS_READ)
-            self._log = tempfile.TemporaryFile()
+            self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close)
             request_read, request_write = os.pipe()
             reply_read, reply_write = os.pipe()
             theirs = (request_read, reply_write, progress.fileno())
@@ -103,10 +104,8 @@ class Child:
         """Ends the child; kills it where it does not end by itself."""
         if self._requests.closed:
             return
-        try:
+        with contextlib.suppress(BrokenPipeError):
             self._requests.close()  # end of file: the child leaves its loop
-        except BrokenPipeError:
-            pass
         try:
             self._process.wait(STOP_S)
         except subprocess.TimeoutExpired:

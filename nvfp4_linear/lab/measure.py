@@ -19,6 +19,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -58,18 +59,16 @@ class Measurement:
         self._shape = problem.as_dict()
         if device == "cuda":
             torch.cuda.empty_cache()  # of the problem before
-        self._clock = _EventClock() if device == "cuda" else _HostClock()
+        else:
+            torch.set_num_threads(1)  # idle threads of torch's would spin beside the double
+        self._clock = make_clock(device)
         answers = planner.heuristic(problem, 8)
         accepted = [answer for answer in answers["answers"] if answer["ok"]]
         if not accepted:
             raise ValueError(f"the heuristic has no answer to compare with: {answers['reason']}")
-        self._baseline = accepted[0]["plan"]
         self._buffers = _Buffers(self._shape, device, seed, self._clock.l2_bytes)
-        self._launches = [
-            lt.Operands(**addresses, stream=self._clock.stream)
-            for addresses in self._buffers.addresses()
-        ]
-        self._plans: dict[str, Any] = {}
+        self._baseline = self._runnable(accepted[0]["plan"])
+        self._known: dict[str, _Runnable] = {}
         self._reference = self._output_of(self._baseline).clone()
         self._reproducible = difference(self._output_of(self._baseline), self._reference) is None
         self._repeats = 1
@@ -81,10 +80,10 @@ class Measurement:
     def describe(self) -> dict[str, Any]:
         """What the result file keeps about how this was measured."""
         return {
-            "baseline": self._baseline.algorithm,
+            "baseline": self._baseline.plan.algorithm,
             "reproducible": self._reproducible,
             "repeats": self._repeats,
-            "copies": len(self._launches),
+            "copies": len(self._baseline.launches),
             "clock": self._clock.name,
             "device": self._clock.device_name,
             "l2_bytes": self._clock.l2_bytes,
@@ -93,18 +92,19 @@ class Measurement:
 
     def screen(self, algorithm: Any, samples: int) -> dict[str, Any]:
         """Compares one candidate's output, then times up to `samples` pairs, fewer if hopeless."""
-        plan, refused = self._plan(algorithm)
-        if refused:
-            return {"refused": refused}
+        answer = self._planner.check(self._problem, algorithm)
+        if not answer["ok"]:
+            return {"refused": answer["reason"]}
+        candidate = self._runnable(answer["plan"])
         try:
-            wrong = difference(self._output_of(plan), self._reference)
+            wrong = difference(self._output_of(candidate), self._reference)
         except RuntimeError as error:
             if not any(status in str(error) for status in HARMLESS_AT_LAUNCH):
                 raise  # the GPU's context may be lost: the parent starts another process
             return {"refused": str(error)}
         base, own = [], []
         for number in range(samples):
-            pair = self._pair(plan, swap=number % 2 == 1)
+            pair = self._pair(candidate, swap=number % 2 == 1)
             base.append(pair["heuristic_s"])
             own.append(pair["s"])
             wrong = wrong or pair["difference"]
@@ -120,46 +120,66 @@ class Measurement:
         Even rounds go AB through the list, odd ones BA backwards. at: told each position in
         `algorithms`, -1 for the heuristic, before it runs.
         """
-        plans = [self._baseline, *(self._plan(algorithm)[0] for algorithm in algorithms)]
-        pairs: list[dict[str, Any]] = [{} for _ in plans]
-        order = range(len(plans)) if number % 2 == 0 else reversed(range(len(plans)))
-        for index in order:
+        contenders = [self._baseline, *map(self._finalist, algorithms)]
+        pairs: list[dict[str, Any]] = [{} for _ in contenders]
+        order = range(len(contenders))
+        for index in order if number % 2 == 0 else reversed(order):
             at(index - 1)
-            pairs[index] = self._pair(plans[index], swap=number % 2 == 1)
+            pairs[index] = self._pair(contenders[index], swap=number % 2 == 1)
         return pairs
 
-    def _plan(self, algorithm: Any) -> tuple[Any, str]:
+    def _finalist(self, algorithm: Any) -> _Runnable:
         key = repr(algorithm)
-        if key not in self._plans:
+        if key not in self._known:
             answer = self._planner.check(self._problem, algorithm)
-            self._plans[key] = (answer["plan"], answer["reason"])
-        return self._plans[key]
+            if not answer["ok"]:
+                raise ValueError(f"AlgoCheck took it before and not now: {answer['reason']}")
+            self._known[key] = self._runnable(answer["plan"])
+        return self._known[key]
 
-    def _pair(self, plan: Any, swap: bool) -> dict[str, Any]:
-        """A sample of the heuristic and one of `plan`, whose output is compared."""
+    def _runnable(self, plan: Any) -> _Runnable:
+        """As the ops launch it: with exactly the workspace that it asks for."""
+        launches = [
+            self._lt.Operands(**addresses, stream=self._clock.stream)
+            for addresses in self._buffers.addresses(plan.workspace_bytes)
+        ]
+        return _Runnable(plan, launches)
+
+    def _pair(self, contender: _Runnable, swap: bool) -> dict[str, Any]:
+        """A sample of the heuristic and one of the contender, whose output is compared."""
         base = None if swap else self._sample(self._baseline)
-        own = self._sample(plan)
+        own = self._sample(contender)
         wrong = difference(self._buffers.outputs[0], self._reference)
         if base is None:
             base = self._sample(self._baseline)
         return {"heuristic_s": base, "s": own, "difference": wrong}
 
-    def _sample(self, plan: Any) -> float:
-        self._buffers.poison()
-        count = len(self._launches)
+    def _sample(self, contender: _Runnable) -> float:
+        self._buffers.poison(contender.plan.workspace_bytes)
 
         def launch() -> None:
             for number in range(self._repeats):
-                plan.run(self._launches[number % count])
+                contender.run(number)
 
         return self._clock.seconds(launch, self._repeats) / self._repeats
 
-    def _output_of(self, plan: Any) -> Tensor:
+    def _output_of(self, contender: _Runnable) -> Tensor:
         """The output buffer after one run into poisoned memory; valid until the next run."""
-        self._buffers.poison()
-        plan.run(self._launches[0])
+        self._buffers.poison(contender.plan.workspace_bytes)
+        contender.run(0)
         self._clock.wait()
         return self._buffers.outputs[0]
+
+
+@dataclass(frozen=True)
+class _Runnable:
+    """A plan and its launches, one for each copy of the buffers."""
+
+    plan: Any
+    launches: list[Any]
+
+    def run(self, number: int) -> None:
+        self.plan.run(self.launches[number % len(self.launches)])
 
 
 def difference(output: Tensor, reference: Tensor) -> dict[str, Any] | None:
@@ -201,22 +221,22 @@ class _Buffers:
         used += math.prod(out) * out_dtype.itemsize
         copies = max(1, min(MAX_COPIES, math.ceil(ROTATION * l2_bytes / used)))
         self._operands = [first, *([_copy(o) for o in first] for _ in range(copies - 1))]
-        self.outputs = [_aligned(out, out_dtype, device) for _ in range(copies)]
-        self._workspace = _aligned((shape["workspace_limit"],), torch.uint8, device)
+        self.outputs = [aligned(out, out_dtype, device) for _ in range(copies)]
+        self._workspace = aligned((shape["workspace_limit"],), torch.uint8, device)
         self._bias = None
         if shape["bias"]:
             values = torch.randn(shape["n"], generator=generator, device=device)
-            self._bias = _placed(values.to(DTYPES[shape["bias"]]))
+            self._bias = placed(values.to(DTYPES[shape["bias"]]))
         # alpha on the device wants a zero beside it
         scalars = torch.tensor([1.0, 0.0], device=device)
-        self._scalars = [_placed(value.reshape(1)) for value in scalars]
+        self._scalars = [placed(value.reshape(1)) for value in scalars]
         self._alpha_on_device = shape["alpha"] == "device"
 
-    def addresses(self) -> list[dict[str, int]]:
+    def addresses(self, workspace_bytes: int) -> list[dict[str, int]]:
         """Keywords of `_cublaslt.Operands`, one set a copy."""
         common = {
-            "workspace": self._workspace.data_ptr() if self._workspace.numel() else 0,
-            "workspace_bytes": self._workspace.numel(),
+            "workspace": self._workspace.data_ptr() if workspace_bytes else 0,
+            "workspace_bytes": workspace_bytes,
             "bias": _address(self._bias),
         }
         if self._alpha_on_device:
@@ -233,8 +253,9 @@ class _Buffers:
             for (a, b), d in zip(self._operands, self.outputs, strict=True)
         ]
 
-    def poison(self) -> None:
-        for tensor in (*self.outputs, self._workspace):
+    def poison(self, workspace_bytes: int) -> None:
+        """Fills all outputs and so much of the workspace."""
+        for tensor in (*self.outputs, self._workspace[:workspace_bytes]):
             tensor.view(torch.uint8).fill_(POISON)
 
 
@@ -248,17 +269,17 @@ def _operand(
     dense = torch.float16 if type == "fp16" else torch.bfloat16
     values = torch.randn(rows, ld, generator=generator, device=device, dtype=dense)
     if type in ("bf16", "fp16"):
-        return _placed(values), None
+        return placed(values), None
     if type == "fp8_e4m3":
         scale = values.abs().max().float().reshape(1) / E4M3_MAX
-        return _placed((values / scale.to(dense)).to(torch.float8_e4m3fn)), _placed(scale)
+        return placed((values / scale.to(dense)).to(torch.float8_e4m3fn)), placed(scale)
     if ld != k:
         raise ValueError(f"lda and ldb must be k for nvfp4, got {ld}: measure packed rows")
     data, scale = torch.ops.nvfp4.quantize(values, torch.ops.nvfp4.global_scale(values))
-    return _placed(data), _placed(scale)
+    return placed(data), placed(scale)
 
 
-def _aligned(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+def aligned(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
     """An uninitialized tensor on a 256-byte boundary: torch's CPU allocator promises only 64."""
     size = math.prod(shape) * dtype.itemsize
     raw = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device=device)
@@ -266,16 +287,16 @@ def _aligned(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
     return raw[start : start + size].view(dtype).view(shape)
 
 
-def _placed(tensor: Tensor) -> Tensor:
+def placed(tensor: Tensor) -> Tensor:
     """The tensor, or a copy of it on a 256-byte boundary."""
     if tensor.data_ptr() % ALIGNMENT == 0:
         return tensor
-    return _aligned(tuple(tensor.shape), tensor.dtype, tensor.device.type).copy_(tensor)
+    return aligned(tuple(tensor.shape), tensor.dtype, tensor.device.type).copy_(tensor)
 
 
 def _copy(operand: Operand) -> Operand:
     data, scale = operand
-    return _placed(data.clone()), None if scale is None else _placed(scale.clone())
+    return placed(data.clone()), None if scale is None else placed(scale.clone())
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -286,13 +307,18 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-class _EventClock:
+def make_clock(device: str) -> EventClock | HostClock:
+    """The clock of "cuda" or "cpu"."""
+    return EventClock() if device == "cuda" else HostClock()
+
+
+class EventClock:
     """CUDA events on torch's current stream."""
 
     name = "CUDA events"
 
     def __init__(self) -> None:
-        properties = torch.cuda.get_device_properties(0)
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         self.device_name = properties.name
         self.l2_bytes = properties.L2_cache_size
         self.stream = torch.cuda.current_stream().cuda_stream
@@ -311,7 +337,7 @@ class _EventClock:
         torch.cuda.synchronize()
 
 
-class _HostClock:
+class HostClock:
     """The host's clock, for a double that computes while it is called."""
 
     name = "host clock around a test double"

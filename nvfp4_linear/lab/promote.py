@@ -77,7 +77,9 @@ def _evidence(result: Result, entry: dict[str, Any]) -> str:
     elif data["verdict"]["reproducible"]:
         text += "byte-exact"
     else:
-        text += "NOT shown byte-exact: the heuristic's own output varies, allowed by --allow-inexact"
+        text += (
+            "NOT shown byte-exact: the heuristic's own output varies, allowed by --allow-inexact"
+        )
     return text + (" (test double, no chip)" if data["machine"]["test_double"] else "")
 
 

@@ -24,7 +24,9 @@ def where(data: dict[str, Any]) -> str:
     chip = f"{m['gpu']}, compute capability {m['cc'][0]}.{m['cc'][1]}, {m['sm_count']} SMs"
     library = f"cuBLASLt {cublaslt_version(m['cublaslt'])}"
     if m["test_double"]:
-        return f"TEST DOUBLE of {library} on host memory ({chip}): its times say nothing of any chip"
+        return (
+            f"TEST DOUBLE of {library} on host memory ({chip}): its times say nothing of any chip"
+        )
     return f"{chip}, {library}, torch {data['measured_with']['torch']}"
 
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from .. import algorithms
 from ..algorithms import Algorithm, Device
@@ -20,8 +19,10 @@ from ..console import CommandError
 from .candidates import to_row
 from .children import Child, ChildLost
 
-CHECK_S = 30.0  # without progress, a candidate or a question hangs
+CHECK_S = 15.0  # without progress, a candidate or a question hangs
 PREPARE_S = 240.0  # imports torch, makes operands
+MAX_LOSSES = 2  # children that one kernel may take with it
+NOT_ASKED = f"not asked: id, tile and stages had taken {MAX_LOSSES} children with them"
 MEASURE_S = 30.0
 DOUBLE_CHIP = Device((12, 1), 48, name="GB10, described")
 
@@ -100,6 +101,14 @@ def _own_library() -> str:
     return own["path"]
 
 
+Kernel = tuple[int, int, int]
+
+
+def kernel_of(algorithm: Algorithm) -> Kernel:
+    """id, tile, stages: what else is set rarely decides whether cuBLASLt dies of it."""
+    return algorithm.id, algorithm.tile, algorithm.stages
+
+
 @dataclass(frozen=True)
 class Lost:
     """A candidate that took a child with it."""
@@ -158,18 +167,25 @@ class Session:
         return {int(algorithm_id): own for algorithm_id, own in asked["values"].items()}
 
     def check(
-        self, problem: dict[str, Any], candidates: Sequence[tuple[int, Algorithm]]
-    ) -> tuple[list[tuple[int, dict[str, Any]]], dict[str, int], list[Lost]]:
+        self,
+        problem: dict[str, Any],
+        candidates: Sequence[tuple[int, Algorithm]],
+        losses: Counter[Kernel],
+    ) -> tuple[list[tuple[int, dict[str, Any]]], Counter[str], list[Lost]]:
         """AlgoCheck of numbered candidates: accepted with what was read back, refusals counted.
 
-        A candidate that the child dies of is skipped; those before it are asked again.
+        A candidate that the child dies of is skipped; those before it are asked again. losses: by
+        kernel; counted up here, and one that has MAX_LOSSES is not asked about any more.
         """
         accepted: list[tuple[int, dict[str, Any]]] = []
-        refused: dict[str, int] = {}
+        refused: Counter[str] = Counter()
         lost: list[Lost] = []
         pending = [list(candidates)]
         while pending:
-            part = pending.pop()
+            offered = pending.pop()
+            part = [(n, a) for n, a in offered if losses[kernel_of(a)] < MAX_LOSSES]
+            if len(part) < len(offered):
+                refused[NOT_ASKED] += len(offered) - len(part)
             if not part:
                 continue
             try:
@@ -182,13 +198,13 @@ class Session:
             except ChildLost as failure:
                 at = next((i for i, (n, _) in enumerate(part) if n == failure.number), None)
                 if at is None:
-                    raise CommandError(f"the child that checks algorithms {failure}") from None
+                    raise CommandError(f"the child that checks algorithms: {failure}") from None
+                losses[kernel_of(part[at][1])] += 1
                 lost.append(Lost(failure.number, str(failure)))
                 pending += [part[at + 1 :], part[:at]]
                 continue
             accepted += [(number, answer) for number, answer in reply["accepted"]]
-            for reason, count in reply["refused"].items():
-                refused[reason] = refused.get(reason, 0) + count
+            refused.update(reply["refused"])
         return accepted, refused, lost
 
     # --------------------------------------------------------------------------- measurements

@@ -19,6 +19,7 @@ import itertools
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -32,7 +33,7 @@ from ..console import CommandError, Console
 from . import candidates as space
 from .candidates import from_dict
 from .children import ChildLost
-from .session import Machine, Session
+from .session import Machine, Session, kernel_of
 from .verdict import Comparison, compare, noise_of
 
 FORMAT = "nvfp4_linear sweep 1"
@@ -228,7 +229,7 @@ class _Sweep:
         generation = generations[number]
         if not generation["complete"]:
             self._check(generation)
-            self._screen(budget_s)
+            self._screen(generation, budget_s)
             generation["complete"] = True
             self._result.save()
 
@@ -274,7 +275,9 @@ class _Sweep:
     def _check(self, generation: dict[str, Any]) -> None:
         number = self._data["generations"].index(generation)
         known = {from_dict(a["algorithm"]) for a in self._all_accepted()}
-        known |= {from_dict(lost["algorithm"]) for lost in self._data["lost"]}
+        gone = [from_dict(lost["algorithm"]) for lost in self._data["lost"]]
+        known.update(gone)
+        losses = Counter(map(kernel_of, gone))
         rest = itertools.islice(
             enumerate(self._candidates(generation, number)), generation["checked"], None
         )
@@ -283,7 +286,7 @@ class _Sweep:
         what = f"AlgoCheck, {left:,} candidates"
         for batch in self._console.progress(_batches(rest, CHECK_BATCH), what, batches):
             asked = [(index, candidate) for index, candidate in batch if candidate not in known]
-            accepted, refused, lost = self._session.check(self._problem, asked)
+            accepted, refused, lost = self._session.check(self._problem, asked, losses)
             for _, answer in accepted:
                 algorithm = from_dict(answer["algorithm"])
                 if algorithm not in known:  # cuBLASLt may read two back as one
@@ -313,14 +316,19 @@ class _Sweep:
 
     # --------------------------------------------------------------------------------- screen
 
-    def _screen(self, budget_s: float | None) -> None:
-        """Times what was accepted and not yet timed, nearest to the heuristic's answers first."""
+    def _screen(self, generation: dict[str, Any], budget_s: float | None) -> None:
+        """Times a generation, nearest to its seeds first, then what earlier ones left."""
         done = {from_dict(entry["algorithm"]) for entry in self._data["screened"]}
         done |= {from_dict(lost["algorithm"]) for lost in self._data["lost"]}
+        earlier = [g for g in self._data["generations"] if g is not generation]
         waiting = [
-            answer for answer in self._all_accepted() if from_dict(answer["algorithm"]) not in done
+            answer
+            for one in (generation, *earlier)
+            for answer in sorted(
+                one["accepted"], key=lambda answer: _distance(answer, one["seeds"])
+            )
+            if from_dict(answer["algorithm"]) not in done
         ]
-        waiting.sort(key=self._distance)
         if not waiting:
             return
         self._prepare()
@@ -354,14 +362,6 @@ class _Sweep:
             **measured,
         }
         self._data["screened"].append(entry)
-
-    def _distance(self, answer: dict[str, Any]) -> int:
-        """How many attributes separate it from the nearest of the heuristic's answers."""
-        own = answer["algorithm"]
-        return min(
-            sum(own[name] != other["algorithm"][name] for name in own)
-            for other in self._data["heuristic"]
-        )
 
     def _prepare(self) -> None:
         description = self._session.prepare(self._problem, self._options.seed)
@@ -414,6 +414,12 @@ class _Sweep:
             self._save()
 
 
+def _distance(answer: dict[str, Any], seeds: list[dict[str, Any]]) -> int:
+    """How many attributes separate an accepted algorithm from the nearest seed."""
+    own = answer["algorithm"]
+    return min(sum(own[name] != seed[name] for name in own) for seed in seeds)
+
+
 def _batches(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
     items = iter(items)
     while batch := list(itertools.islice(items, size)):
@@ -444,8 +450,7 @@ def judge(data: dict[str, Any]) -> dict[str, Any]:
                 "comparison": asdict(found),
                 "difference": next(filter(None, differences), None),
                 # The heuristic's own first answer needs no pin, however lucky its rounds were.
-                "faster": found.faster(noise)
-                and algorithm != data["heuristic"][0]["algorithm"],
+                "faster": found.faster(noise) and algorithm != data["heuristic"][0]["algorithm"],
             }
         )
     entries.sort(key=lambda entry: -entry["comparison"]["ratio"])

@@ -65,8 +65,10 @@ T __ldcs(const T* p) {
 namespace emulator {
 constexpr int kWarp = 32;
 
-// Devices to be: changed between launches by a test.
+// The current device. What is read of a device is kept by its index, so a test that changes the rest
+// changes the index too.
 struct Machine {
+  int index = 0;
   int sm_count = 3;
   int cc_major = 9;
   int shared_per_sm = 228 * 1024, shared_per_block = 227 * 1024;
@@ -138,7 +140,7 @@ inline const char* cudaGetErrorName(cudaError_t) { return "cudaError"; }
 inline const char* cudaGetErrorString(cudaError_t) { return "emulated"; }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline cudaError_t cudaGetDevice(int* device) {
-  *device = 0;
+  *device = emulator::machine.index;
   return cudaSuccess;
 }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int) {

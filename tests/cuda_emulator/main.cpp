@@ -520,6 +520,7 @@ void test_gemm() {
   for (const auto& [m, n, k] : shapes) {
     for (int a_kind = 0; a_kind < 3; ++a_kind) {
       for (const int sms : {1, 5, 40}) {
+        emulator::machine.index = sms;
         emulator::machine.sm_count = sms;
         test_gemm_shape(group, m, n, k, a_kind, k > 0 && sms == 5, 0);
       }
