@@ -67,7 +67,15 @@ Problem base_problem(const GemmRequest& r, ElementType type, int64_t m, int64_t 
   return p;
 }
 
-bool has_emulation(const cublaslt::DeviceInfo& device) { return device.cc_major >= 8; }
+#if defined(NVFP4_WITH_CUDA)
+constexpr bool kHasCudaKernels = true;
+#else
+constexpr bool kHasCudaKernels = false;
+#endif
+
+bool has_emulation(const cublaslt::DeviceInfo& device) {
+  return kHasCudaKernels && device.cc_major >= 8;
+}
 
 // Decoded B should stay whole (it is read once a chunk of A), and A fills what is left.
 void choose_chunks(const GemmRequest& r, Route* route) {
@@ -190,6 +198,8 @@ std::vector<Refusal> refusals(const GemmRequest& r, const Route& route) {
   if (route.rung == nullptr) {
     if (!forced.empty() && forced != kEmulatedRung) {
       say(kEmulatedRung, by_force);
+    } else if (!kHasCudaKernels) {
+      say(kEmulatedRung, "this build has no CUDA kernels: rebuild where nvcc (CUDA 13) is installed");
     } else if (has_emulation(r.device)) {
       say(kEmulatedRung,
           "needs cuBLASLt for a dense B: " + cublaslt::to_text(route.chunk_plan->refusals));
@@ -227,6 +237,7 @@ void log_once(LogLevel level, const std::string& message) {
 //   [alignment=]
 //           cc= sm= [device=]           -> route, as JSON
 //   fallback PATH                       -> where to look for cuBLASLt after the loader's own places
+//   build                               -> version, whether CUDA kernels are in
 //   library                             -> which cuBLASLt, or why none
 //   policy [value=]                     -> the pin policy, set first where a value is given
 //   pins                                -> every pin, newest first, each as its text form
@@ -345,6 +356,10 @@ std::string control(std::string request) {
   if (command == "fallback") {
     cublaslt::set_fallback_path(rest);
     return "{\"ok\": true}";
+  }
+  if (command == "build") {
+    return concat("{\"version\": ", cublaslt::quoted(NVFP4_VERSION),
+                  ", \"cuda\": ", kHasCudaKernels ? "true" : "false", "}");
   }
   auto& planner = cublaslt::planner();
   if (command == "explain") return explain(parse_request(parse(rest)));

@@ -179,9 +179,9 @@ std::tuple<Tensor, Tensor> swiglu_quantize(Tensor gate_up, OptTensor global_scal
   NVFP4_CHECK(pad_rows_to >= 1, "pad_rows_to must be at least 1, got ", pad_rows_to);
   const Rows rows = as_rows(gate_up);
   const int64_t padded_rows = round_up(rows.rows, pad_rows_to);
-  // Padded rows have no leading shape to belong to: the result is then (rows, K/2).
+  // Padded rows have no leading shape to belong to: where padding is asked for, data is 2-D.
   const auto leading =
-      padded_rows == rows.rows ? leading_sizes(gate_up) : std::vector<int64_t>{padded_rows};
+      pad_rows_to == 1 ? leading_sizes(gate_up) : std::vector<int64_t>{padded_rows};
   const auto out =
       make_producer(rows, type, global_scale, swizzled, rows.cols / 2, padded_rows, leading);
   if (rows.rows) NVFP4_LAUNCH(swiglu_quantize, rows.tensor, out.params);

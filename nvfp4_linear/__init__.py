@@ -38,7 +38,7 @@ def _load_ops(library: Path, torch_version: str) -> None:
 _load_ops(Path(__file__).with_name("_C.so"), torch.__version__)
 
 # These look their ops up as they are imported, so they come after the load.
-from . import algorithms, ops  # noqa: E402
+from . import algorithms, grouped, ops  # noqa: E402
 from .algorithms import Algorithm, Plan, backends, explain  # noqa: E402
 from .linear import Nvfp4Linear, calibrate  # noqa: E402
 from .swap import LayerRecord, SwapReport, swap_linears  # noqa: E402
@@ -57,6 +57,7 @@ __all__ = [
     "backends",
     "calibrate",
     "explain",
+    "grouped",
     "ops",
     "swap_linears",
 ]

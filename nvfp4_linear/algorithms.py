@@ -195,6 +195,8 @@ class Plan:
 
     def __str__(self) -> str:
         lines = [f"gemm m={self.m} n={self.n} k={self.k} on {self.device}"]
+        if self.details.get("note"):
+            lines.append(f"  note {self.details['note']}")
         lines += [f"  no   {refusal.rung}: {refusal.reason}" for refusal in self.refusals]
         if self.rung is None:
             return "\n".join([*lines, "  no rung takes this call: it raises an error"])
@@ -269,8 +271,14 @@ def explain(
     if isinstance(where, torch.device):
         needs = "the operands are on the CPU: it needs CUDA operands"
         refused = tuple(Refusal(rung, needs) for rung in RUNGS[:-1])
+        forced = os.environ.get("NVFP4_BACKEND") or "cpu"
+        if forced not in RUNGS:
+            raise ValueError(f"NVFP4_BACKEND must be one of {', '.join(RUNGS)}, got {forced!r}")
         if m < 0 or n < 0 or k <= 0 or k % 16:
             raise ValueError(f"m, n >= 0 and k a positive multiple of 16 expected, got {m}, {n}, {k}")
+        if forced != "cpu":
+            refused += (Refusal("cpu", f"NVFP4_BACKEND={forced} forces another rung"),)
+            return Plan(m, n, k, "cpu", None, "none", refusals=refused)
         return Plan(m, n, k, "cpu", "cpu", "exact GEMM, rounded once", refusals=refused)
     name = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
     for argument, dtype in (("out_dtype", out_dtype), ("bias_dtype", bias_dtype)):
@@ -301,9 +309,19 @@ def explain(
             "m_chunk": answer["m_chunk"],
             "n_chunk": answer["n_chunk"],
             "plan": plan,
+            "note": _why_hypothetical(where),
             "inner_refusals": plan.get("refusals", []) if answer["rung"] == "emulated" else [],
         },
     )
+
+
+def _why_hypothetical(where: Device) -> str:
+    """Why cuBLASLt can't be asked about `where` on this machine; empty where it can."""
+    if where.name.startswith("cuda:"):
+        return ""
+    if not torch.cuda.is_available():
+        return f"{_why_no_gpu()}, so cuBLASLt could not be asked: on such a chip it may answer otherwise"
+    return "cuBLASLt answers for the GPU that is here, not for the chip asked about"
 
 
 def _algorithm(values: dict[str, Any] | None) -> Algorithm | None:
@@ -418,6 +436,11 @@ class Backend:
     reason: str = ""
 
 
+def build() -> dict[str, Any]:
+    """Of the ops binary: its ``version``, and whether it was built with the ``cuda`` kernels."""
+    return _control("build")
+
+
 def library() -> dict[str, Any]:
     """The cuBLASLt in use: ``version``, ``path``, and ``unavailable`` (a reason) where there is none."""
     return _control("library")
@@ -458,7 +481,7 @@ def _start() -> None:
     try:
         report = load_pins(pin_file)
     except (OSError, ValueError) as error:
-        warnings.warn(f"NVFP4_PINS ignored: {error}", stacklevel=2)
+        warnings.warn(f"NVFP4_PINS ignored: {error}", stacklevel=3)
         return
     if report.refused:
-        warnings.warn(f"NVFP4_PINS: {report}", stacklevel=2)
+        warnings.warn(f"NVFP4_PINS: {report}", stacklevel=3)

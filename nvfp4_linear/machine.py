@@ -39,10 +39,9 @@ def version() -> str:
         return f"{found.group(1)} (source tree)" if found else "unknown"
 
 
-@cache
 def has_cuda_kernels() -> bool:
-    """Whether the ops binary holds device code: the ELF section that nvcc puts it in."""
-    return b".nv_fatbin\0" in OPS_BINARY.read_bytes()
+    """Whether the ops binary was built with the CUDA kernels."""
+    return bool(algorithms.build()["cuda"])
 
 
 def cublaslt_version(number: int) -> str:

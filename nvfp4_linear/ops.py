@@ -9,6 +9,7 @@ microseconds; gradients are the wrappers' business:
 
     gemm           bias.grad = Σ_rows dY
     gemm_a16w4     the same, and x.grad = dY · (alpha · B), B decoded
+    gemm_a4w16     the same, and w.grad = dYᵀ · (alpha · A), A decoded
     the others     an input that requires grad is refused, never answered with a silent None
 
 ``data`` is uint8 (or float4_e2m1fn_x2), ``block_scale`` float8_e4m3fn; ``global_scale`` and
@@ -84,7 +85,7 @@ def _requires_grad(value: Tensor | None) -> bool:
     return value is not None and value.requires_grad
 
 
-def _refuse_gradient(op: str, **inputs: Tensor | None) -> None:
+def refuse_gradient(op: str, **inputs: Tensor | None) -> None:
     """RuntimeError where autograd would expect a gradient that `op` does not have."""
     if not torch.is_grad_enabled():
         return
@@ -199,7 +200,7 @@ def quantize(
     """
     check_dense("x", x)
     check_scalar("global_scale", global_scale)
-    _refuse_gradient("quantize", x=x, global_scale=global_scale)
+    refuse_gradient("quantize", x=x, global_scale=global_scale)
     return _ops.quantize(x, global_scale, swizzled=swizzled)
 
 
@@ -223,12 +224,12 @@ def swiglu_quantize(
     """``quantize`` of ``silu(gate) · up``, which is FP32 and never rounded to a narrower type.
 
     gate_up: (..., 2K) = [gate | up] float32, bfloat16 or float16, K % 16 == 0.
-    pad_rows_to: ≥ 1; rows added up to a multiple of it are zero. Where rows are added, data is
+    pad_rows_to: ≥ 1; rows added up to a multiple of it are zero. Other than 1, data is 2-D:
     (padded rows, K/2).
     """
     check_dense("gate_up", gate_up)
     check_scalar("global_scale", global_scale)
-    _refuse_gradient("swiglu_quantize", gate_up=gate_up, global_scale=global_scale)
+    refuse_gradient("swiglu_quantize", gate_up=gate_up, global_scale=global_scale)
     return _ops.swiglu_quantize(gate_up, global_scale, swizzled=swizzled, pad_rows_to=pad_rows_to)
 
 
@@ -240,7 +241,7 @@ def _(gate_up, global_scale=None, *, swizzled=True, pad_rows_to=1):
     _require(pad_rows_to >= 1, lambda: f"pad_rows_to must be at least 1, got {pad_rows_to}")
     leading, k = gate_up.shape[:-1], gate_up.shape[-1] // 2
     rows = round_up(_rows(gate_up), pad_rows_to)
-    if pad_rows_to != 1 and (len(leading) == 1 or rows != _rows(gate_up)):
+    if pad_rows_to != 1:
         leading = (rows,)
     data = gate_up.new_empty((*leading, k // CODES_PER_BYTE), dtype=torch.uint8)
     return data, _new_scale(gate_up, rows, k // BLOCK_SIZE, leading, swizzled)
@@ -280,7 +281,7 @@ def dequantize(
     check_scale("block_scale", block_scale)
     check_scalar("global_scale", global_scale)
     check_out_dtype(out_dtype)
-    _refuse_gradient("dequantize", block_scale=block_scale, global_scale=global_scale)
+    refuse_gradient("dequantize", block_scale=block_scale, global_scale=global_scale)
     return _ops.dequantize(data, block_scale, global_scale, swizzled=swizzled, out_dtype=out_dtype)
 
 
@@ -303,7 +304,7 @@ def swizzle_scales(scales: Tensor) -> Tensor:
     Returns (round_up(rows, 128), round_up(K/16, 4)) float8_e4m3fn, contiguous.
     """
     check_scale("scales", scales)
-    _refuse_gradient("swizzle_scales", scales=scales)
+    refuse_gradient("swizzle_scales", scales=scales)
     return _ops.swizzle_scales(scales)
 
 
@@ -317,7 +318,7 @@ def _(scales):
 def unswizzle_scales(scales: Tensor, rows: int, cols: int) -> Tensor:
     """The inverse of `swizzle_scales`: (rows, cols) row-major, padding dropped; cols is K/16."""
     check_scale("scales", scales)
-    _refuse_gradient("unswizzle_scales", scales=scales)
+    refuse_gradient("unswizzle_scales", scales=scales)
     return _ops.unswizzle_scales(scales, rows, cols)
 
 
@@ -376,13 +377,22 @@ def gemm(
     check_bias(bias)
     check_out_dtype(out_dtype)
     if torch.is_grad_enabled():
-        _refuse_gradient("gemm", a_scale=a_scale, b_scale=b_scale, alpha=alpha)
+        refuse_gradient("gemm", a_scale=a_scale, b_scale=b_scale, alpha=alpha)
         if _requires_grad(bias):
             return _Gemm.apply(bias, a, b, a_scale, b_scale, alpha, out_dtype)
     return _ops.gemm(a, b, a_scale, b_scale, alpha, bias, out_dtype)
 
 
+def _require_bias(bias: Tensor | None, n: int | SymInt, operand: Tensor) -> None:
+    check_bias(bias)
+    if bias is not None:
+        _require(bias.dim() == 1, lambda: f"bias must be (N,), got {tuple(bias.shape)}")
+        _require(bias.shape[0] == n, lambda: f"bias must be ({n},), got {tuple(bias.shape)}")
+        _require_device("bias", bias, operand)
+
+
 def _require_product(
+    name: str,
     operand: Tensor,
     k: int | SymInt,
     b: Tensor,
@@ -393,17 +403,13 @@ def _require_product(
     """N, once everything that both products share has been checked."""
     b_k = _require_packed("b", b)
     _require(b.dim() == 2, lambda: f"b must be (N, K/2), got {tuple(b.shape)}")
-    _require(k == b_k, lambda: f"a and b must have the same K, got {k} and {b_k}")
+    _require(k == b_k, lambda: f"{name} and b must have the same K, got {k} and {b_k}")
     n = b.shape[0]
     _require_scale("b_scale", b_scale, n, k // BLOCK_SIZE, swizzled=True)
     _require_device("b", b, operand)
     _require_device("b_scale", b_scale, operand)
     _require_one("alpha", alpha, operand)
-    check_bias(bias)
-    if bias is not None:
-        _require(bias.dim() == 1, lambda: f"bias must be (N,), got {tuple(bias.shape)}")
-        _require(bias.shape[0] == n, lambda: f"bias must be ({n},), got {tuple(bias.shape)}")
-        _require_device("bias", bias, operand)
+    _require_bias(bias, n, operand)
     return n
 
 
@@ -412,7 +418,7 @@ def _(a, b, a_scale, b_scale, alpha=None, bias=None, out_dtype=None):
     k = _require_packed("a", a)
     _require_scale("a_scale", a_scale, _rows(a), k // BLOCK_SIZE, swizzled=True)
     _require_device("a_scale", a_scale, a)
-    n = _require_product(a, k, b, b_scale, alpha, bias)
+    n = _require_product("a", a, k, b, b_scale, alpha, bias)
     check_out_dtype(out_dtype)
     return a.new_empty((*a.shape[:-1], n), dtype=out_dtype or torch.bfloat16)
 
@@ -452,7 +458,7 @@ def gemm_a16w4(
     check_bias(bias)
     check_out_dtype(out_dtype)
     if torch.is_grad_enabled():
-        _refuse_gradient("gemm_a16w4", b_scale=b_scale, alpha=alpha)
+        refuse_gradient("gemm_a16w4", b_scale=b_scale, alpha=alpha)
         if x.requires_grad or _requires_grad(bias):
             return _GemmA16W4.apply(x, bias, b, b_scale, alpha, out_dtype)
     return _ops.gemm_a16w4(x, b, b_scale, alpha, bias, out_dtype)
@@ -462,7 +468,7 @@ def gemm_a16w4(
 def _(x, b, b_scale, alpha=None, bias=None, out_dtype=None):
     check_dense("x", x, (torch.bfloat16, torch.float16))
     _require_columns("x", x, BLOCK_SIZE)
-    n = _require_product(x, x.shape[-1], b, b_scale, alpha, bias)
+    n = _require_product("x", x, x.shape[-1], b, b_scale, alpha, bias)
     check_out_dtype(out_dtype)
     return x.new_empty((*x.shape[:-1], n), dtype=out_dtype or x.dtype)
 
@@ -485,3 +491,71 @@ class _GemmA16W4(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             bias_grad = bias_gradient(grad, ctx.bias_dtype)
         return x_grad, bias_grad, None, None, None, None
+
+
+def gemm_a4w16(
+    a: Tensor,
+    w: Tensor,
+    a_scale: Tensor,
+    alpha: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``out(alpha · A · wᵀ + bias)`` of an NVFP4 activation and a dense weight: (..., N).
+
+    a: (..., K/2); a_scale: swizzled. w: (N, K) bfloat16 or float16. alpha: g_A, FP32. bias: (N,).
+    out_dtype: None means w's. The same product as ``gemm_a16w4`` with its sides swapped, byte for
+    byte: (A · wᵀ)ᵀ = w · Aᵀ. Differentiable in w and bias.
+    """
+    check_packed("a", a)
+    check_dense("w", w, (torch.bfloat16, torch.float16))
+    check_scale("a_scale", a_scale)
+    check_scalar("alpha", alpha)
+    check_bias(bias)
+    check_out_dtype(out_dtype)
+    if torch.is_grad_enabled():
+        refuse_gradient("gemm_a4w16", a_scale=a_scale, alpha=alpha)
+        if w.requires_grad or _requires_grad(bias):
+            return _GemmA4W16.apply(w, bias, a, a_scale, alpha, out_dtype)
+    return _ops.gemm_a4w16(a, w, a_scale, alpha, bias, out_dtype)
+
+
+@torch.library.register_fake("nvfp4::gemm_a4w16")
+def _(a, w, a_scale, alpha=None, bias=None, out_dtype=None):
+    k = _require_packed("a", a)
+    _require_scale("a_scale", a_scale, _rows(a), k // BLOCK_SIZE, swizzled=True)
+    _require_device("a_scale", a_scale, a)
+    check_dense("w", w, (torch.bfloat16, torch.float16))
+    _require(w.dim() == 2, lambda: f"w must be (N, K), got {tuple(w.shape)}")
+    _require(
+        w.shape[1] == k, lambda: f"a and w must have the same K, got {k} and {w.shape[1]}"
+    )
+    _require_device("w", w, a)
+    _require_one("alpha", alpha, a)
+    _require_bias(bias, w.shape[0], a)
+    check_out_dtype(out_dtype)
+    return a.new_empty((*a.shape[:-1], w.shape[0]), dtype=out_dtype or w.dtype)
+
+
+class _GemmA4W16(torch.autograd.Function):
+    """`gemm_a4w16` where w or bias requires grad."""
+
+    @staticmethod
+    def forward(ctx, w, bias, a, a_scale, alpha, out_dtype):
+        ctx.save_for_backward(a, a_scale, alpha)
+        ctx.w_dtype = w.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return _ops.gemm_a4w16(a, w, a_scale, alpha, bias, out_dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        w_grad = bias_grad = None
+        if ctx.needs_input_grad[0]:
+            # w.grad = dYᵀ · (alpha · A): input_gradient's product with the rows as its columns.
+            a, a_scale, alpha = ctx.saved_tensors
+            rows = grad.reshape(_rows(grad), grad.shape[-1]).t()
+            packed = a.reshape(_rows(a), a.shape[-1])
+            w_grad = input_gradient(rows, packed, a_scale, alpha, ctx.w_dtype)
+        if ctx.needs_input_grad[1]:
+            bias_grad = bias_gradient(grad, ctx.bias_dtype)
+        return w_grad, bias_grad, None, None, None, None

@@ -408,7 +408,7 @@ def dequantize(
 
 
 # -------------------------------------------------------------------------------------------------
-# GEMM, exact
+# GEMM
 # -------------------------------------------------------------------------------------------------
 
 
@@ -487,12 +487,11 @@ def gemm_a16w4(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`gemm` with a dense activation: Σ_k x·B in FP64 in the order of k, then rounded to FP32; fma;
-    out.
+    """`gemm` of a dense activation: Σ_k x·B in FP64 in the order of k, rounded to FP32; fma; out.
 
     Each product is exact in FP64. So is the sum, whatever its order, unless the exponents in a row
-    lie some thirty apart: x, unlike a quantized operand, has a wide range, and no 64-bit fixed point
-    holds it. Inf and NaN act as in IEEE arithmetic: ∞ · 0 is NaN, ∞ − ∞ is NaN.
+    lie some thirty apart: x, unlike a quantized operand, has a wide range, and no 64-bit fixed
+    point holds it. Inf and NaN act as in IEEE arithmetic: ∞ · 0 is NaN, ∞ − ∞ is NaN.
 
     x: (M, K) BF16/FP16; b: (N, K/2) uint8, scale swizzled; alpha = g_B; out_dtype None means x's.
     """

@@ -1,4 +1,4 @@
-"""Comparison by bytes, naming the first byte that differs; and the inputs that the byte tests share."""
+"""Comparison by bytes, naming the first that differs; and the inputs that the byte tests share."""
 
 import json
 from pathlib import Path
@@ -110,7 +110,7 @@ def any_bits(rows: int, k: int, rng: torch.Generator) -> Tensor:
 
 
 def on_ties(rows: int, k: int, rng: torch.Generator) -> Tensor:
-    """Blocks whose scale is a power of two and whose elements are E2M1 ties and their neighbours."""
+    """Blocks whose scale is a power of two, whose elements are E2M1 ties and their neighbours."""
     points = neighbours(torch.tensor([*TIES, 0.0, 6.0]))
     points = torch.cat((points, -points))
     x = points[torch.randint(len(points), (rows, k), generator=rng)]
@@ -120,7 +120,7 @@ def on_ties(rows: int, k: int, rng: torch.Generator) -> Tensor:
 
 
 def hand_made(rows: int, k: int, rng: torch.Generator) -> Tensor:
-    """Zero, −0, subnormal, largest, Inf and NaN blocks among ordinary ones, every row shifted by one."""
+    """Zero, −0, subnormal, largest, Inf and NaN blocks among ordinary ones, in turn."""
     subnormal, largest = 2.0**-149, torch.finfo(torch.float32).max
     blocks = [
         torch.zeros(16),

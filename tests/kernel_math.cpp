@@ -71,7 +71,7 @@ void check_encode() {
     }
   }
   std::mt19937 random(1);
-  for (int i = 0; i < 2000000; ++i) {
+  for (int i = 0; i < 500000; ++i) {
     // FP32 bit patterns from 2^-40 to 8, uniform.
     const uint32_t bits = 0x2B800000u + random() % (0x41000000u - 0x2B800000u);
     both(float_from_bits(bits | (random() & 0x80000000u)));
@@ -100,12 +100,12 @@ void check_decision_points() {
     for (int i = 0; i < 6; ++i) inverse *= 2 - midpoint * inverse;
     for (int j = 24; j <= 25; ++j) {
       const uint64_t mask = (uint64_t{1} << j) - 1;
-      for (int64_t delta = -20000; delta <= 20000; ++delta) {
+      for (int64_t delta = -3000; delta <= 3000; ++delta) {
         const uint64_t s_mantissa = (static_cast<uint64_t>(delta) * inverse) & mask;
         if (s_mantissa < (1u << 23) || s_mantissa >= (1u << 24)) continue;
         const uint64_t x_mantissa = (s_mantissa * midpoint - static_cast<uint64_t>(delta)) >> j;
         if (x_mantissa < (1u << 23) || x_mantissa >= (1u << 24)) continue;
-        for (const int exponent : {-100, -60, -23, 10}) {
+        for (const int exponent : {-100, -23}) {
           const float s = std::ldexp(static_cast<float>(s_mantissa), exponent);
           if (is_all_ones(s)) continue;  // fast_block_scale declines it
           float x = std::ldexp(static_cast<float>(x_mantissa), exponent);
@@ -126,7 +126,7 @@ template <int RcpUlps>
 void check_quotient_bf16() {
   Tally tally;
   std::mt19937 random(2);
-  for (int round = 0; round < 150; ++round) {
+  for (int round = 0; round < 60; ++round) {
     const uint8_t code = static_cast<uint8_t>(1 + random() % 126);
     const float g = float_from_bits((uint32_t{90} + random() % 50) << 23 | (random() & 0x7FFFFFu));
     const float s = e4m3_to_float(code) * g;
@@ -174,7 +174,7 @@ void check_block_scale() {
   std::mt19937 random(3);
   const auto one = [&](float amax, float g) {
     const GlobalScale prepared = prepare_global_scale(g);
-    if (!prepared.fast) return;
+    if (prepared.amax_limit < 0) return;
     const FastBlockScale b = fast_block_scale<RcpUlps>(amax, prepared);
     if (!b.fast) return fast.add(false, amax, g);
     fast.add(true, 0, 0);
@@ -186,7 +186,7 @@ void check_block_scale() {
     right = right && encode_one<true>(t, 1) == want && (b.clamp || encode_one<false>(t, 1) == want);
     tally.add(right, amax, g);
   };
-  for (int i = 0; i < 400000; ++i) {
+  for (int i = 0; i < 100000; ++i) {
     const float g = float_from_bits((uint32_t{60} + random() % 90) << 23 | (random() & 0x7FFFFFu));
     // amax such that the scale is anything from far below the least to saturated.
     const float ratio =
@@ -209,17 +209,22 @@ void check_block_scale() {
       }
     }
   }
+  // Far below the least scale: 0, however inexact the division.
+  for (int exponent = -149; exponent < -60; ++exponent) one(std::ldexp(1.7f, exponent), 0x1.8p-70f);
+  for (int exponent = -149; exponent < -60; ++exponent) one(std::ldexp(1.7f, exponent), 0x1.2p-80f);
   one(0.0f, 1.0f);
   one(0.0f, 0x1.8p-40f);
   tally.report("fast_block_scale");
   if (fast.wrong * 20 > fast.cases) report("fast_block_scale declines too often", fast.cases, 1);
   Tally refused;
   const float nan = float_from_bits(kNanFloat32), infinity = float_from_bits(0x7F800000u);
-  for (const float bad : {nan, infinity, 0x1p100f, 0x1p-100f}) {
+  for (const float bad : {nan, infinity, 0x1p100f}) {
     refused.add(!fast_block_scale(bad, prepare_global_scale(1.0f)).fast, bad, 1.0f);
   }
-  for (const float bad : {nan, infinity, 0.0f, -1.0f, 0x1p-126f, 0x1p127f}) {
-    refused.add(!prepare_global_scale(bad).fast, 0, bad);
+  // The last two make all ones of a scale: themselves, and times 15.
+  for (const float bad : {nan, infinity, 0.0f, -1.0f, 0x1p-126f, 0x1p127f, 0x1.fffffep-7f,
+                          0x1.11111p-3f}) {
+    refused.add(!fast_block_scale(1.0f, prepare_global_scale(bad)).fast, 0, bad);
   }
   refused.report("fast_block_scale declines the unusual");
 }
@@ -239,7 +244,7 @@ void check_silu() {
 void check_silu_fp32() {
   Tally many;
   std::mt19937 random(4);
-  for (int i = 0; i < 3000000; ++i) {
+  for (int i = 0; i < 500000; ++i) {
     const float v = float_from_bits(random() % (bits_from_float(kFastSiluMax) + 1) |
                                     (random() & 0x80000000u));
     many.add(bits_from_float(fast_silu<false>(v)) == bits_from_float(silu(v)), v, silu(v));

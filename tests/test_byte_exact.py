@@ -1,6 +1,6 @@
 """Every op gives reference.py's bytes, on every device, layout, dtype, stride and thread count.
 
-CUDA's `gemm` is not here: it sums in FP32 in the tensor core's order, so it is not the exact answer.
+CUDA's `gemm` is not here: it sums in FP32 in the tensor core's order, which is not exact.
 """
 
 import pytest
@@ -177,7 +177,7 @@ def test_global_scale_special_tensors(device):
 
 @pytest.mark.parametrize("bad", [0.0, -0.0, -1.0, torch.nan, torch.inf, -torch.inf])
 def test_bad_global_scale(device, bad):
-    """Known on the host it is an error; on a GPU it makes NaN of every scale byte, never silence."""
+    """Known on the host it is an error; on a GPU it makes every scale byte NaN, never silence."""
     x = make_input("normal", 5, 64, torch.bfloat16)
     arguments = on(device, x, torch.tensor(bad))
     calls = {
@@ -227,7 +227,7 @@ def test_swiglu_padding_rows(device, pad_rows_to):
 
 
 def swiglu_blocks(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """gate, up (n,) → gate_up (rows, 32): 15 of the pairs a block, after one that makes h = 6, s = 1.
+    """gate, up (n,) → gate_up (rows, 32): 15 pairs a block, after one that makes h = 6, s = 1.
 
     silu(128) is 128 exactly.
     """
@@ -244,7 +244,7 @@ def gates_for_silu() -> torch.Tensor:
 
 
 def test_every_bit_of_silu_shows_in_the_codes(device):
-    """up is chosen to put h on a tie of the E2M1 grid or an ulp beside it: an h that is one ulp off,
+    """up is chosen to put h on a tie of the E2M1 grid or an ulp beside it: an h that is an ulp off,
     from silu, from a contraction or from a rounding to BF16, rounds to another code."""
     gate = gates_for_silu()
     tie = torch.tensor(TIES)[torch.arange(len(gate)) % len(TIES)]
@@ -309,7 +309,7 @@ def test_dequantize_ragged(device, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_dequantize_is_rounded_to_fp32_and_then_to_the_output(device, dtype):
-    """Global scales whose product with 3 (code 5 at scale 1) rounds to a tie of the output dtype."""
+    """Global scales whose product with 3 (code 5, scale 1) rounds to a tie of the output dtype."""
     data = torch.full((1, 8), 0x55, dtype=torch.uint8)
     scale = torch.tensor([[0x38]], dtype=torch.uint8).view(torch.float8_e4m3fn)
     for g in scales_onto_ties(3.0, dtype):
@@ -538,8 +538,8 @@ def columns_of_blocks(rows: list[list[tuple[int, int]]]):
 
 
 def test_gemm_epilogue_is_one_fused_multiply_add():
-    """alpha · acc = 2⁻²⁴·(1 − i²·2⁻⁴⁶) beside an odd bias: a tie, if it is rounded before the add or
-    added in FP64."""
+    """alpha · acc = 2⁻²⁴·(1 − i²·2⁻⁴⁶) beside an odd bias: a tie to whoever rounds the product or
+    adds in FP64."""
     one, smallest = 0x38, 0x01  # scales 1 and 2⁻⁹
     a, a_scale = columns_of_blocks([[(6, one), (1, smallest)]])  # 4 and 2⁻¹⁰
     bias = torch.tensor([1 + 2.0**-23, -1 - 2.0**-23, 1.5 + 2.0**-23, 2 - 2.0**-23])

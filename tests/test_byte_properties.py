@@ -1,4 +1,4 @@
-"""As test_byte_exact.py, on inputs that hypothesis draws: any FP32 pattern, any usable global scale."""
+"""As test_byte_exact.py, on drawn inputs: any FP32 pattern, any usable global scale."""
 
 import pytest
 import torch

@@ -201,7 +201,7 @@ def test_explain_weight_only(capsys):
         capsys, "explain", 4, 64, 64, "--cc", "9.0", "--sms", 132, "--activation", "bfloat16"
     )
     assert status == 0 and plan["rung"] == "emulated"
-    assert "dense activation" in plan["refusals"][0]["reason"]
+    assert "dense" in plan["refusals"][0]["reason"]
 
 
 def test_explain_where_no_rung_takes_the_call(capsys):

@@ -158,13 +158,14 @@ def flat(result):
     return result if isinstance(result, tuple) else (result,)
 
 
+# Registered, and not yet wrapped: take a name out as its wrapper, fake and calls come in.
+NOT_YET = {"gemm_a4w16", "grouped_gemm"}
+
+
 def test_every_op_is_here():
-    registered = {
-        name.split("::")[1].split(".")[0]
-        for name in torch._C._dispatch_get_all_op_names()
-        if name.startswith("nvfp4::")
-    }
-    assert registered - {"_control"} == set(OPS)
+    names = torch._C._dispatch_get_all_op_names()
+    registered = {n.split("::")[1].split(".")[0] for n in names if n.startswith("nvfp4::")}
+    assert registered - {"_control"} - NOT_YET == set(OPS)
 
 
 @pytest.mark.parametrize("call", CALLS, ids=IDS)
@@ -354,9 +355,9 @@ def error_cases():
     yield Call("unswizzle_scales", (scale, -1, 3)), ValueError, "rows and cols must be >= 0"
 
     wide, wide_scale = packed(5, 64)
-    message = "a and b must have the same K, got 48 and 64"
-    yield Call("gemm", (data, wide, scale, wide_scale)), ValueError, message
-    yield Call("gemm_a16w4", (x, wide, wide_scale)), ValueError, message
+    message = "b must have the same K, got 48 and 64"
+    yield Call("gemm", (data, wide, scale, wide_scale)), ValueError, f"a and {message}"
+    yield Call("gemm_a16w4", (x, wide, wide_scale)), ValueError, f"x and {message}"
     yield Call("gemm", (x, data, scale, scale)), TypeError, "a.dtype must be uint8 or float4_e2m1fn"
     message = "a_scale must be swizzled (128x4 tiles) with shape (128, 4)"
     yield Call("gemm", (data, data, scale[:5, :3], scale)), ValueError, message
@@ -369,8 +370,7 @@ def error_cases():
     yield Call("gemm", (data, data, scale, scale, None, bias.int())), TypeError, message
     yield Call("gemm", (data, data, scale, scale, None, None, E4M3)), TypeError, "out_dtype must be"
     yield Call("gemm_a16w4", (x.float(), data, scale)), TypeError, "x.dtype must be bfloat16 or fl"
-    message = "b must be (N, K/2), got shape (1, 5, 24)"
-    yield Call("gemm_a16w4", (x, data[None], scale)), ValueError, message
+    yield Call("gemm_a16w4", (x, data[None], scale)), ValueError, "got shape (1, 5, 24)"
 
 
 ERRORS = list(error_cases())

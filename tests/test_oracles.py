@@ -2,7 +2,7 @@
 
 ModelOpt and comfy-kitchen agree on every block whose scale does not underflow. What they do where
 format.md has its own policy (zero blocks, underflow, −0, Inf, NaN) is asserted as exactly that.
-torchao multiplies by a reciprocal: it may differ where the quotient is a hair beside a tie, nowhere else.
+torchao multiplies by a reciprocal: it may differ where the quotient is at a tie, nowhere else.
 """
 
 import pytest
@@ -126,7 +126,7 @@ def test_modelopt_policy_for_small_blocks(modelopt, quantize):
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_modelopt_policy_for_non_finite(modelopt, quantize, bad):
-    """Its scale saturates on Inf, so the Inf reads as a finite number; NaN marks the block as here."""
+    """Its scale saturates on Inf, which then reads as finite; NaN marks the block as here."""
     x = make_input("normal", 2, 32, torch.float32)
     x[0, 3] = bad
     g = torch.tensor(1.0)
@@ -279,7 +279,7 @@ def compressed_tensors():
 
 
 def test_compressed_tensors_same_data_at_an_exact_global_scale(compressed_tensors, quantize):
-    """g = 2⁻⁵, so that its 1/g is exact: the same codes and nibble order, but for the sign of zero."""
+    """g = 2⁻⁵, whose 1/g is exact: the same codes and nibble order, but for the sign of zero."""
     x = make_input("normal", ROWS, K, torch.float32) * 3
     x[0, :8] = -0.0
     data, scale = quantize(x, torch.tensor(2.0**-5))

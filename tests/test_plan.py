@@ -591,7 +591,7 @@ def test_a_refusal_is_remembered_too(fake, planner):
 
 
 @pytest.mark.parametrize("change", [
-    dict(m=M + 1), dict(n=N + 8), dict(k=K + 32), dict(lda=K + 32), dict(ldb=K + 32),
+    dict(m=M + 1), dict(n=N - 8, ldd=N), dict(k=K - 32, lda=K, ldb=K), dict(lda=K + 32), dict(ldb=K + 32),
     dict(ldd=N + 8), dict(out="fp16"), dict(out="fp32"), dict(bias="bf16"), dict(alpha="device"),
     dict(alignment=16), dict(workspace_limit=1 << 20), dict(type="bf16"), dict(type="fp16"),
     dict(device=lt.DeviceInfo(12, 1, 48, index=1)), dict(device=lt.DeviceInfo(12, 0, 48)),

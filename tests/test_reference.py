@@ -319,7 +319,7 @@ def test_unswizzle_refuses_unpadded_scales():
 
 
 def quantize_by_fractions(x: list[float], g: float) -> tuple[list[int], int]:
-    """One block of finite values by the numbered steps, each division and product exact, then rounded."""
+    """One block of finite values by the numbered steps, each exact and then rounded once."""
     g = Fraction(g)
     amax = max(abs(v) for v in x)
     sixth = nearest(Fraction(amax) / 6)
@@ -599,12 +599,14 @@ def test_gemm_a16w4_is_exact_for_ordinary_activations(dtype, spread):
     b, b_scale = random_operand(3, 64, seed=9)
     b_scale.view(torch.uint8)[2, 1] = 0x7F
     alpha, bias = random_epilogue(3, 4)
-    actual = reference.gemm_a16w4(x, b, reference.swizzle_scales(b_scale), alpha, bias)
+    operands = x, b, reference.swizzle_scales(b_scale), alpha, bias
     x_rows = [[Fraction(v) for v in row] for row in x.double().tolist()]
-    expected = gemm_by_fractions(x_rows, decode(b, b_scale), alpha.item(), bias.tolist(), dtype)
-    assert actual.dtype == dtype
-    assert torch.equal(actual.isnan(), expected.isnan())
-    assert_same_bytes(actual.nan_to_num(nan=0.0), expected.nan_to_num(nan=0.0))
+    exact = x_rows, decode(b, b_scale), alpha.item(), bias.tolist()
+    for out_dtype in (None, torch.float32):
+        actual = reference.gemm_a16w4(*operands, out_dtype)
+        expected = gemm_by_fractions(*exact, out_dtype or dtype)
+        assert torch.equal(actual.isnan(), expected.isnan())
+        assert_same_bytes(actual.nan_to_num(nan=0.0), expected.nan_to_num(nan=0.0))
 
 
 def test_gemm_a16w4_adds_in_the_order_of_k():

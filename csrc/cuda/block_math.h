@@ -191,11 +191,14 @@ NVFP4_HD float quotient_exact(float a, float d, float r) {
 // g as the kernels use it, once a thread.
 struct GlobalScale {
   float g, reciprocal;
-  bool fast;  // fast_block_scale may be used
+  float amax_limit;  // fast_block_scale is for amax up to here; negative where it is for none
 };
 
 NVFP4_HD GlobalScale prepare_global_scale(float g) {
-  return {g, 1.0f / g, g >= 0x1p-80f && g <= 0x1p40f};
+  bool fast = g >= 0x1p-80f && g <= 0x1p40f;
+  // No divisor may be all ones: a UE4M3 scale is one of eight significands times a power of two.
+  for (int i = 8; i < 16; ++i) fast = fast && !is_all_ones(static_cast<float>(i) * g);
+  return {g, 1.0f / g, fast ? 0x1p40f : -1.0f};
 }
 
 struct FastBlockScale {
@@ -229,7 +232,8 @@ NVFP4_HD float e4m3_decode(uint8_t code) {
 }
 
 // Equals make_block_scale where `fast` comes back true. amax >= 0, Inf or NaN where the block
-// holds one. g.fast must be true.
+// holds one: neither is at most the limit. Up to the limit no residual is rounded but where the
+// scale is 0 all the same.
 template <int RcpUlps = 0>
 NVFP4_HD FastBlockScale fast_block_scale(float amax, const GlobalScale& g) {
   // Division by 6 with one correction: exact for all mantissas (tested exhaustively).
@@ -242,9 +246,7 @@ NVFP4_HD FastBlockScale fast_block_scale(float amax, const GlobalScale& g) {
   const bool zero = s32 == 0.0f;
   b.divisor = s32 * (1.0f / kQuotientScale);
   b.reciprocal = zero ? 0.0f : refined_reciprocal<RcpUlps>(b.divisor);
-  // Within these bounds no residual above is rounded. NaN fails every comparison.
-  b.fast = amax <= 0x1p40f && (amax >= 0x1p-96f || amax == 0.0f) &&
-           ((s32 >= 0x1p-90f && s32 <= 0x1p90f && !is_all_ones(s32)) || zero);
+  b.fast = amax <= g.amax_limit;
   b.clamp = !(amax * b.reciprocal < 6.9f * kQuotientScale);
   return b;
 }

@@ -153,20 +153,28 @@ __device__ __forceinline__ float abs_max8(const float (&v)[8]) {
   return m;
 }
 
-// The largest magnitude; NaN where an element is NaN.
-template <typename T>
-__device__ __forceinline__ float raw_abs_max(const Raw8<T>& raw) {
+// The largest magnitude of all of them; NaN where an element is NaN.
+template <typename T, typename... More>
+__device__ __forceinline__ float raw_abs_max(const Raw8<T>& first, const More&... more) {
+  const Raw8<T> all[] = {first, more...};
   if constexpr (sizeof(T) == 4) {
-    float v[8];
-    widen(raw, v);
-    return abs_max8(v);
+    float m = 0.0f;
+    for (const Raw8<T>& raw : all) {
+      float v[8];
+      widen(raw, v);
+      m = max_nan(m, abs_max8(v));
+    }
+    return m;
   } else {
-    const uint4 w = raw.word[0];
-    const uint32_t m =
-        max_abs_pair(max_abs_pair(w.x, w.y, T{}), max_abs_pair(w.z, w.w, T{}), T{});
+    uint32_t m = 0;
+    for (const Raw8<T>& raw : all) {
+      const uint4 w = raw.word[0];
+      m = max_abs_pair(m, max_abs_pair(max_abs_pair(w.x, w.y, T{}),
+                                       max_abs_pair(w.z, w.w, T{}), T{}), T{});
+    }
     float low, high;
     widen_pair(m, low, high, T{});
-    return max_nan(low, high);
+    return max_nan(fabsf(low), fabsf(high));
   }
 }
 

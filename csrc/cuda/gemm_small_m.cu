@@ -31,7 +31,7 @@ constexpr int kChunkVectors = kChunkK * 2 / kVectorBytes;     // of A's 16-bit v
 constexpr int kChunkVectorsLog2 = 4, kChunkBlocksLog2 = 3;
 static_assert(1 << kChunkVectorsLog2 == kChunkVectors && kChunkVectors == 2 << kChunkBlocksLog2);
 static_assert(kMaxStages - 2 <= 4, "wait_copies takes no more");
-constexpr int kMaxUnits = 4;                                  // A blocks a thread decodes a step
+constexpr int kMaxUnits = kMaxPackedWork * kMTileRows * (kChunkK / kBlockSize) / kSmallMThreads;
 
 struct SmallMArgs {
   SmallMParams gemm;
@@ -80,19 +80,21 @@ __device__ __forceinline__ int activation_slot(int m, int v, int pitch) {
 
 // A thread's view of the rows of B that its lane decodes.
 struct WeightSource {
-  const uint8_t* row[kRowsPerLane];  // codes, at this lane's 16 bytes of chunk 0
-  const uint8_t* scale;              // 16 bytes of the scale tile that this lane uses in chunk 0
-  int64_t bytes_left;                // of a row's codes, from there
-  int64_t tiles_left;                // of a row's scale tiles, from there
+  const uint8_t* codes;        // of row j = 0, at this lane's 16 bytes of chunk 0
+  uint32_t row[kRowsPerLane];  // row j's distance from there
+  const uint8_t* scale;        // 16 bytes of the scale tile that this lane uses in chunk 0
+  int64_t bytes_left;          // of a row's codes, from there
+  int64_t tiles_left;          // of a row's scale tiles, from there
 
   __device__ WeightSource(const SmallMArgs& a, const Position& p, int64_t tile, int first_strip) {
     const SmallMParams& q = a.gemm;
     const int in_tile = (first_strip + p.strip) * 8 + p.g;
     const int64_t pitch = q.k / 2;
+    // A row past the end is read as the last one and its result dropped.
+    const int64_t n = min(tile * kTileRows + in_tile, q.n - 1);
+    codes = q.b + n * pitch + p.t * kVectorBytes;
     for (int j = 0; j < kRowsPerLane; ++j) {
-      // A row past the end is read as the last one and its result dropped.
-      const int64_t n = min(tile * kTileRows + in_tile + 32 * j, q.n - 1);
-      row[j] = q.b + n * pitch + p.t * kVectorBytes;
+      row[j] = static_cast<uint32_t>(min(int64_t{32} * j, q.n - 1 - n) * pitch);
     }
     scale = q.b_scale + (tile * a.tiles_per_row + p.t / 2) * kTileBytes + in_tile * 16;
     bytes_left = pitch - p.t * kVectorBytes;
@@ -108,7 +110,8 @@ struct WeightSource {
     // Where nothing is valid nothing is read; the address stays inside the row all the same.
     const int64_t safe = valid > 0 ? offset : 0;
     for (int j = 0; j < kRowsPerLane; ++j) {
-      copy_vector<kAligned>(target + j * kSmallMThreads * kVectorBytes, row[j] + safe, valid);
+      copy_vector<kAligned>(target + j * kSmallMThreads * kVectorBytes, codes + row[j] + safe,
+                            valid);
     }
     const int64_t tile = chunk * kChunkTiles;
     const bool inside = tile < tiles_left;
@@ -341,7 +344,7 @@ __global__ void __launch_bounds__(kSmallMThreads, 2) small_m_kernel(const SmallM
   const uint32_t base = shared_address(shared);
   const uint32_t pipeline = base + (kPackedA ? 2 * activation_bytes : 0);
   const int64_t first_chunk = int64_t{rank} * a.iterations * a.k_warps;
-  const int pitch = a.k_warps * kChunkVectors;
+  const int pitch = kChunkVectors << a.k_warps_log2;
 
   const WeightSource weights(a, p, n_tile, first_strip);
   const uint32_t pipeline_end = pipeline + a.stages * stage_bytes;

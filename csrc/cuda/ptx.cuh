@@ -31,19 +31,27 @@ __device__ __forceinline__ float max_nan(float a, float b) {
   return r;
 }
 
-// |a| and |b| pair by pair, NaN where either is NaN.
+// max(|a|, |b|) half by half, NaN where either is NaN; the sign of the result is arbitrary.
 __device__ __forceinline__ uint32_t max_abs_pair(uint32_t a, uint32_t b, __nv_bfloat16) {
   uint32_t r;
+#if __CUDA_ARCH__ >= 860
+  asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+#else
   asm("{.reg .b32 x, y;\n abs.bf16x2 x, %1;\n abs.bf16x2 y, %2;\n max.NaN.bf16x2 %0, x, y;}"
       : "=r"(r)
       : "r"(a), "r"(b));
+#endif
   return r;
 }
 __device__ __forceinline__ uint32_t max_abs_pair(uint32_t a, uint32_t b, __half) {
   uint32_t r;
+#if __CUDA_ARCH__ >= 860
+  asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+#else
   asm("{.reg .b32 x, y;\n abs.f16x2 x, %1;\n abs.f16x2 y, %2;\n max.NaN.f16x2 %0, x, y;}"
       : "=r"(r)
       : "r"(a), "r"(b));
+#endif
   return r;
 }
 

@@ -6,7 +6,8 @@
 // One warp takes 512 consecutive elements of a row at a time: lane l loads elements 8 l .. 8 l + 7
 // of each half, so that every load is a full line. Two neighbouring lanes thus hold block l / 2 of
 // the first half and block l / 2 of the second; the even one works out the first block's scale,
-// the odd one the second's, and they swap. The next 512 elements are loaded before these are used.
+// the odd one the second's, and they swap. A warp stays at its columns and strides over the rows;
+// the next row's elements are loaded before this row's are used.
 //
 // Every scale byte of the padded extent is visited and written, padding as 0x00; a warp that meets
 // anything unusual (a NaN, a huge or tiny scale) redoes its 512 elements with nvfp4.h's own
@@ -23,34 +24,46 @@ constexpr int kLaneElements = 8;                            // of each half
 constexpr int kHalfElements = kWarpSize * kLaneElements;    // 256
 constexpr int kHalfBlocks = kHalfElements / kBlockSize;     // 16
 constexpr int kSegmentBlocks = 2 * kHalfBlocks;             // scale columns of a warp's step
+// Blocks an SM: as many as the registers of a loop with its next loads under way leave room for.
+template <typename T, bool kSwiglu>
+constexpr int kResidentBlocks = (sizeof(T) == 4 ? 3 : 4) - kSwiglu;
 static_assert(kHalfBlocks % kTileCols == 0, "a scale word never crosses the halves");
 
 struct QuantizeArgs {
   const void* x;
-  int64_t x_row_stride, rows, padded_rows, scale_rows;
-  int64_t k;
-  int64_t cols, scale_cols;  // scales a row: of data, and in memory
-  int64_t segments;          // warp steps a row
-  int64_t tiles_per_row;
+  int64_t x_row_stride;
+  uint32_t rows, padded_rows, scale_rows;
+  uint32_t k;
+  uint32_t cols, scale_cols;  // scales a row: of data, and in memory
+  uint32_t segments;          // warp steps a row
+  uint32_t row_step;          // rows between a warp's steps
   Scalar global_scale;
   uint8_t* data;
   uint8_t* block_scale;
   bool swizzled;
 };
 
-// A warp's step: (row, segment), advanced by the number of warps in the grid without a division.
-struct Step {
-  int64_t row;
-  int64_t segment;
+// A lane's fixed place in a row, for all the rows its warp takes.
+struct Place {
+  uint32_t element;    // first of its eight in the first half
+  bool valid[2];       // whether the row has the eight, in each half
+  // Where it has not, the lane reads some that the row has, and their codes go nowhere.
+  uint32_t read;       // what it reads as the first half's eight
+  uint32_t half_step;  // from there to what it reads as the second half's
+  uint32_t column;     // of the block whose scale it works out
+  bool column_valid;   // that block exists
+  uint32_t word_byte;  // which byte of a scale word it is
+  bool stores_scale;   // it writes a word (swizzled) or its byte (row-major)
 
-  __device__ void advance(int64_t rows, int64_t segments, int64_t segments_per_row) {
-    row += rows;
-    segment += segments;
-    if (segment >= segments_per_row) {
-      segment -= segments_per_row;
-      ++row;
-    }
-  }
+  __device__ Place(const QuantizeArgs& a, uint32_t segment, int lane)
+      : element(segment * (2 * kHalfElements) + lane * kLaneElements),
+        valid{element < a.k, element + kHalfElements < a.k},
+        read(valid[0] ? element : 0),
+        half_step(valid[1] ? kHalfElements : 0),
+        column(segment * kSegmentBlocks + (lane & 1) * kHalfBlocks + lane / 2),
+        column_valid(column < a.cols),
+        word_byte((lane >> 1) % kTileCols),
+        stores_scale(column < a.scale_cols && (!a.swizzled || word_byte == 0)) {}
 };
 
 // What a lane loads in a step: eight elements of both halves; for SwiGLU of gate and of up.
@@ -60,18 +73,14 @@ struct Input {
   Raw8<T> up[kSwiglu ? 2 : 1];
 };
 
+// `p` points at the lane's first element of the row that it may read.
 template <typename T, bool kSwiglu, bool kAligned>
-__device__ __forceinline__ Input<T, kSwiglu> load_input(const QuantizeArgs& a, const Step& step,
-                                                        int lane) {
+__device__ __forceinline__ Input<T, kSwiglu> load_input(const QuantizeArgs& a, const Place& place,
+                                                        const T* p) {
   Input<T, kSwiglu> in;
-  const int64_t column = step.segment * (2 * kHalfElements) + lane * kLaneElements;
-  const T* p = static_cast<const T*>(a.x) + step.row * a.x_row_stride + column;
   for (int h = 0; h < 2; ++h) {
-    const bool valid = step.row < a.rows && column + h * kHalfElements < a.k;
-    in.x[h] = valid ? load8<kAligned>(p + h * kHalfElements) : zero8<T>();
-    if constexpr (kSwiglu) {
-      in.up[h] = valid ? load8<kAligned>(p + a.k + h * kHalfElements) : zero8<T>();
-    }
+    in.x[h] = load8<kAligned>(p + h * place.half_step);
+    if constexpr (kSwiglu) in.up[h] = load8<kAligned>(p + a.k + h * place.half_step);
   }
   return in;
 }
@@ -84,7 +93,7 @@ template <typename T, bool kSwiglu>
 __device__ __forceinline__ void widen_input(const Input<T, kSwiglu>& in, float (&v)[2][8],
                                             float (&amax)[2]) {
   if constexpr (kSwiglu) {
-    const float gate_max = max_nan(raw_abs_max(in.x[0]), raw_abs_max(in.x[1]));
+    const float gate_max = raw_abs_max(in.x[0], in.x[1]);
     const bool fast = __all_sync(kFullWarp, gate_max <= kFastSiluMax);
     for (int h = 0; h < 2; ++h) {
       float up[8];
@@ -154,11 +163,12 @@ __device__ __forceinline__ Encoded encode(const Values& values, const float (&am
                                           const GlobalScale& g, bool odd) {
   const float(&v)[2][8] = values.v;
   const FastBlockScale mine = fast_block_scale(pair_max(amax[0], amax[1], odd), g);
-  if (!__all_sync(kFullWarp, mine.fast && g.fast)) return encode_plain(values, g.g, odd);
-  const float divisor = __shfl_xor_sync(kFullWarp, mine.divisor, 1);
-  const float reciprocal = __shfl_xor_sync(kFullWarp, mine.reciprocal, 1);
-  const float d[2] = {odd ? divisor : mine.divisor, odd ? mine.divisor : divisor};
-  const float r[2] = {odd ? reciprocal : mine.reciprocal, odd ? mine.reciprocal : reciprocal};
+  if (!__all_sync(kFullWarp, mine.fast)) return encode_plain(values, g.g, odd);
+  float d[2], r[2];  // of the pair's two blocks: the even lane's, the odd lane's
+  for (int h = 0; h < 2; ++h) {
+    d[h] = __shfl_sync(kFullWarp, mine.divisor, h, 2);
+    r[h] = __shfl_sync(kFullWarp, mine.reciprocal, h, 2);
+  }
   Encoded e;
   e.scale = mine.code;
   if (!NVFP4_HARDWARE_E2M1 && __any_sync(kFullWarp, mine.clamp)) {
@@ -170,91 +180,119 @@ __device__ __forceinline__ Encoded encode(const Values& values, const float (&am
 }
 
 template <bool kAligned>
-__device__ __forceinline__ void store(const QuantizeArgs& a, const Step& step, int lane, Encoded e) {
-  const int64_t element = step.segment * (2 * kHalfElements) + lane * kLaneElements;
-  if (step.row < a.padded_rows) {
-    uint8_t* p = a.data + step.row * (a.k / 2) + element / 2;
-    for (int h = 0; h < 2; ++h, p += kHalfElements / 2) {
-      if (element + h * kHalfElements >= a.k) break;
-      if constexpr (kAligned) {
-        *reinterpret_cast<uint32_t*>(p) = e.codes[h];
-      } else {
-        for (int i = 0; i < 4; ++i) p[i] = static_cast<uint8_t>(e.codes[h] >> (8 * i));
-      }
-    }
+__device__ __forceinline__ void store_word(uint8_t* p, uint32_t word) {
+  if constexpr (kAligned) {
+    *reinterpret_cast<uint32_t*>(p) = word;
+  } else {
+    for (int i = 0; i < 4; ++i) p[i] = static_cast<uint8_t>(word >> (8 * i));
   }
-  const int64_t column = step.segment * kSegmentBlocks + (lane & 1) * kHalfBlocks + lane / 2;
-  // Padding is 0x00 whatever g is.
-  uint32_t scale = step.row < a.rows && column < a.cols ? e.scale : 0;
-  if (a.swizzled) {
-    // Four neighbouring blocks of a row make one word: lanes l, l + 2, l + 4, l + 6.
-    const int in_word = (lane >> 1) % kTileCols;
-    scale <<= 8 * in_word;
-    scale |= __shfl_xor_sync(kFullWarp, scale, 2);
-    scale |= __shfl_xor_sync(kFullWarp, scale, 4);
-    if (in_word == 0 && column < a.scale_cols) {
-      uint8_t* p = a.block_scale + swizzled_offset(step.row, column, a.tiles_per_row);
-      if constexpr (kAligned) {
-        *reinterpret_cast<uint32_t*>(p) = scale;
-      } else {
-        for (int i = 0; i < 4; ++i) p[i] = static_cast<uint8_t>(scale >> (8 * i));
-      }
+}
+
+// `data` points at the lane's first code of the row.
+template <bool kAligned>
+__device__ __forceinline__ void store_codes(const Place& place, uint8_t* data,
+                                            const uint32_t (&codes)[2]) {
+  for (int h = 0; h < 2; ++h) {
+    if (place.valid[h]) store_word<kAligned>(data + h * (kHalfElements / 2), codes[h]);
+  }
+}
+
+// The scales of one row: `mine` of every lane.
+template <bool kAligned>
+__device__ __forceinline__ void store_scales(const QuantizeArgs& a, const Place& place,
+                                             uint32_t row, uint32_t mine) {
+  if (!a.swizzled) {
+    if (place.stores_scale) {
+      a.block_scale[uint64_t{row} * a.scale_cols + place.column] = static_cast<uint8_t>(mine);
     }
-  } else if (column < a.scale_cols) {
-    a.block_scale[step.row * a.scale_cols + column] = static_cast<uint8_t>(scale);
+    return;
+  }
+  // Four neighbouring blocks of a row make one word: lanes l, l + 2, l + 4, l + 6.
+  uint32_t word = mine << (8 * place.word_byte);
+  word |= __shfl_xor_sync(kFullWarp, word, 2);
+  word |= __shfl_xor_sync(kFullWarp, word, 4);
+  if (place.stores_scale) {
+    // swizzled_offset, in the 32 bits that a row's part of it needs.
+    const uint32_t in_tile = (row % 32) * 16 + row % kTileRows / 32 * 4;
+    uint8_t* p = a.block_scale + place.column / kTileCols * kTileBytes + in_tile +
+                 uint64_t{row / kTileRows} * (a.scale_cols * kTileRows);
+    store_word<kAligned>(p, word);
   }
 }
 
 template <typename T, bool kSwiglu, bool kAligned>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3)
+__global__ void __launch_bounds__(kThreads, kResidentBlocks<T, kSwiglu>)
     quantize_kernel(const QuantizeArgs a) {
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const bool odd = lane & 1;
-  const int64_t warp = int64_t{blockIdx.x} * kWarps + threadIdx.x / kWarpSize;
-  const int64_t warps = int64_t{gridDim.x} * kWarps;
-  const int64_t row_step = warps / a.segments, segment_step = warps % a.segments;
-  Step step{warp / a.segments, warp % a.segments};
-  if (step.row >= a.scale_rows) return;
-  auto in = load_input<T, kSwiglu, kAligned>(a, step, lane);
-  const GlobalScale g = prepare_global_scale(load_scalar(a.global_scale));
-  while (true) {
-    Step next = step;
-    next.advance(row_step, segment_step, a.segments);
-    const auto next_in = load_input<T, kSwiglu, kAligned>(a, next, lane);
-    Values values;
-    float amax[2];
-    widen_input(in, values.v, amax);
-    store<kAligned>(a, step, lane, encode(values, amax, g, odd));
-    if (next.row >= a.scale_rows) return;
-    step = next;
-    in = next_in;
+  const uint32_t warp = blockIdx.x * kWarps + threadIdx.x / kWarpSize;
+  const uint32_t first_row = warp / a.segments;
+  if (first_row >= a.row_step) return;  // the few warps that don't make a whole row of steps
+  const Place place(a, warp - first_row * a.segments, lane);
+
+  uint32_t row = first_row;
+  const T* x = static_cast<const T*>(a.x) + row * a.x_row_stride + place.read;
+  uint8_t* data = a.data + uint64_t{row} * (a.k / 2) + place.element / 2;
+  const int64_t x_step = a.row_step * a.x_row_stride;
+  const uint64_t data_step = uint64_t{a.row_step} * (a.k / 2);
+
+  if (row < a.rows) {
+    auto in = load_input<T, kSwiglu, kAligned>(a, place, x);
+    const GlobalScale g = prepare_global_scale(load_scalar(a.global_scale));
+    while (true) {
+      const uint32_t next_row = row + a.row_step;
+      if (next_row < a.rows) x += x_step;  // else the last row is read once more, for nothing
+      const auto next = load_input<T, kSwiglu, kAligned>(a, place, x);
+      Values values;
+      float amax[2];
+      widen_input(in, values.v, amax);
+      const Encoded e = encode(values, amax, g, odd);
+      store_codes<kAligned>(place, data, e.codes);
+      // Padding is 0x00 whatever g is.
+      store_scales<kAligned>(a, place, row, place.column_valid ? e.scale : 0);
+      data += data_step;
+      row = next_row;
+      if (row >= a.rows) break;
+      in = next;
+    }
+  }
+  for (; row < a.scale_rows; row += a.row_step) {
+    if (row < a.padded_rows) store_codes<kAligned>(place, data, {0, 0});
+    store_scales<kAligned>(a, place, row, 0);
+    data += data_step;
   }
 }
 
 template <typename T, bool kSwiglu>
 void launch_quantize(const QuantizeParams& p, Stream stream) {
+  constexpr int64_t kMost = int64_t{1} << 31;
+  const int64_t scale_rows =
+      p.swizzled ? round_up(p.padded_rows, kTileRows) : p.padded_rows;
+  if (scale_rows == 0 || p.k == 0) return;
+  if (scale_rows > kMost || p.k > kMost / kTileRows) {
+    throw std::runtime_error("quantize: at most 2^31 rows of 2^24 elements");
+  }
   QuantizeArgs a;
   a.x = p.x;
   a.x_row_stride = p.x_row_stride;
-  a.rows = p.rows;
-  a.padded_rows = p.padded_rows;
-  a.scale_rows = p.swizzled ? round_up(p.padded_rows, kTileRows) : p.padded_rows;
-  a.k = p.k;
-  a.cols = p.k / kBlockSize;
-  a.scale_cols = p.swizzled ? round_up(a.cols, kTileCols) : a.cols;
-  a.segments = ceil_div(a.scale_cols, kSegmentBlocks);
-  a.tiles_per_row = a.scale_cols / kTileCols;
+  a.rows = static_cast<uint32_t>(p.rows);
+  a.padded_rows = static_cast<uint32_t>(p.padded_rows);
+  a.scale_rows = static_cast<uint32_t>(scale_rows);
+  a.k = static_cast<uint32_t>(p.k);
+  a.cols = a.k / kBlockSize;
+  a.scale_cols = p.swizzled ? static_cast<uint32_t>(round_up(a.cols, kTileCols)) : a.cols;
+  a.segments = static_cast<uint32_t>(ceil_div(a.scale_cols, kSegmentBlocks));
   a.global_scale = p.global_scale;
   a.data = p.data;
   a.block_scale = p.block_scale;
   a.swizzled = p.swizzled;
-  if (a.scale_rows == 0 || a.segments == 0) return;
   const bool aligned = is_aligned(p.x, 16) && p.x_row_stride * sizeof(T) % 16 == 0 &&
                        is_aligned(p.data, 4) && is_aligned(p.block_scale, 4);
-  const int64_t needed = ceil_div(a.scale_rows * a.segments, kWarps);
-  const int resident = sizeof(T) == 4 ? 2 : 3;
-  const dim3 grid(static_cast<unsigned>(
-      std::min<int64_t>(needed, int64_t{current_device().sm_count} * resident)));
+  // Whole rows of steps, at least one: as many as the GPU holds at a time.
+  const int64_t warps = int64_t{current_device().sm_count} * kResidentBlocks<T, kSwiglu> * kWarps;
+  a.row_step = static_cast<uint32_t>(
+      std::min(scale_rows, std::max<int64_t>(1, warps / a.segments)));
+  const dim3 grid(static_cast<unsigned>(ceil_div(int64_t{a.row_step} * a.segments, kWarps)));
   launch(kSwiglu ? "swiglu_quantize" : "quantize",
          aligned ? quantize_kernel<T, kSwiglu, true> : quantize_kernel<T, kSwiglu, false>, grid,
          kThreads, stream, a);

@@ -18,6 +18,7 @@ constexpr int kSmallMThreads = kSmallMWarps * 32;
 constexpr int kStripRows = 32;    // rows of B a warp multiplies
 constexpr int kChunkK = 128;      // elements of k a warp takes at a time
 constexpr int kMTileRows = 8;     // rows of A a tensor-core tile holds
+constexpr int kMaxPackedWork = 8;  // m_tiles * k_warps: registers that hold packed A's next step
 constexpr int kMaxCluster = 8;    // blocks: the portable limit
 constexpr int kMinStages = 2, kMaxStages = 6;
 // Per stage and thread: four rows' 16 bytes of codes and 16 bytes of scales.
@@ -85,7 +86,7 @@ inline SmallMPlan plan_small_m(int64_t m, int64_t n, int64_t k, bool packed_a,
         // A block of the cluster without work is no use.
         if (cluster > 1 && int64_t{p.iterations} * p.k_warps * (cluster - 1) >= chunks) continue;
         const size_t activations = activation_stage_bytes(m_tiles, p.k_warps);
-        if (packed_a && m_tiles * p.k_warps > 16) continue;  // registers that hold A's next step
+        if (packed_a && m_tiles * p.k_warps > kMaxPackedWork) continue;
         const size_t fixed = packed_a ? 2 * activations : 0;
         const size_t stage = kWeightStageBytes + (packed_a ? 0 : activations);
         if (fixed + kMinStages * stage > budget) continue;

@@ -150,7 +150,7 @@ def _pin(result: Any, args: argparse.Namespace, console: Console) -> dict[str, A
 
 
 SMALL = {"grid": (2, 4, 5), "hidden": 64, "ffn": 128, "heads": 2, "blocks": 3}
-SMALL_ROUNDS = 4
+SMALL_ROUNDS = 6
 
 
 def gate_arguments(parser: argparse.ArgumentParser) -> None:

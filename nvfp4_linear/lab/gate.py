@@ -14,7 +14,7 @@ is demanded of the isolated GEMM, not slower beyond it of everything above.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from .. import _cublaslt as lt
 from ..console import CommandError, Console
 from .arms import HEURISTIC, PINNED, Arms, Operands, produce
-from .measure import POISON, difference, make_clock
+from .measure import POISON, Clock, difference, make_clock
 from .session import Machine
 from .verdict import compare, noise_of, tflops
 
@@ -250,35 +250,10 @@ class _Gate:
     # ---------------------------------------------------------------------------- measurement
 
     def _alternate(self, what: str, call: Callable[[], Tensor]) -> dict[str, Any]:
-        """p50s of both arms over alternating rounds, and every output against the heuristic's."""
-        self._arms.select(HEURISTIC)
-        reference = call().clone()
-        samples: list[list[float]] = [[] for _ in ARMS]
-        differences: list[Any] = [None for _ in ARMS]
-        for number in self._console.progress(range(self._ladder.rounds), what):
-            order = range(len(ARMS))
-            for position in order if number % 2 == 0 else reversed(order):
-                self._arms.select(ARMS[position])
-                call()  # plans, and loads the kernel
-                _poison_next(reference)
-                out: list[Tensor] = []
-                samples[position].append(self._clock.seconds(lambda: out.append(call()), 1))  # noqa: B023
-                found = difference(out[0], reference)
-                differences[position] = differences[position] or found
-        comparison = compare(samples[0], samples[1])
-        noise = noise_of(compare(samples[0], samples[2]))
-        self._noise = max(self._noise, noise)
-        return {
-            "heuristic_s": samples[0],
-            "pinned_s": samples[1],
-            "heuristic_again_s": samples[2],
-            "comparison": asdict(comparison),
-            "noise": noise,
-            "faster": comparison.faster(noise),
-            "slower": comparison.slower(noise),
-            "difference": differences[1],
-            "itself": differences[0] or differences[2],
-        }
+        rounds = self._console.progress(range(self._ladder.rounds), what)
+        found = alternate(self._arms, self._clock, rounds, call)
+        self._noise = max(self._noise, found["noise"])
+        return found
 
     def _demand_same(self, what: str, found: dict[str, Any]) -> None:
         if found["itself"]:
@@ -295,6 +270,42 @@ class _Gate:
                 f"{what}: the pinned arm is {found['comparison']['ratio']:.4f} times as fast, "
                 f"slower by more than the noise of {found['noise']:.2%}"
             )
+
+
+def alternate(
+    arms: Arms, clock: Clock, rounds: Iterable[int], call: Callable[[], Tensor]
+) -> dict[str, Any]:
+    """p50s of both arms over alternating rounds, and every output against the heuristic's.
+
+    call: what is timed; gives a 2-D output.
+    """
+    arms.select(HEURISTIC)
+    reference = call().clone()
+    samples: list[list[float]] = [[] for _ in ARMS]
+    differences: list[Any] = [None for _ in ARMS]
+    for number in rounds:
+        order = range(len(ARMS))
+        for position in order if number % 2 == 0 else reversed(order):
+            arms.select(ARMS[position])
+            call()  # plans, and loads the kernel
+            _poison_next(reference)
+            out: list[Tensor] = []
+            samples[position].append(clock.seconds(lambda: out.append(call()), 1))  # noqa: B023
+            found = difference(out[0], reference)
+            differences[position] = differences[position] or found
+    comparison = compare(samples[0], samples[1])
+    noise = noise_of(compare(samples[0], samples[2]))
+    return {
+        "heuristic_s": samples[0],
+        "pinned_s": samples[1],
+        "heuristic_again_s": samples[2],
+        "comparison": asdict(comparison),
+        "noise": noise,
+        "faster": comparison.faster(noise),
+        "slower": comparison.slower(noise),
+        "difference": differences[1],
+        "itself": differences[0] or differences[2],
+    }
 
 
 def _first(different: dict[str, Any]) -> str:

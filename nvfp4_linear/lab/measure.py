@@ -27,6 +27,7 @@ from torch import Tensor
 
 import nvfp4_linear  # noqa: F401  (registers torch.ops.nvfp4, which quantizes the operands)
 
+OPS_ANSWERS = 8  # as many as the ops ask the heuristic for; the first is what runs unpinned
 POISON = 0x7F
 ALIGNMENT = 256  # what a Problem promises cuBLASLt at most
 SAMPLE_S = 1e-3  # work in a sample: long beside the resolution of events, about 0.5 us
@@ -62,7 +63,7 @@ class Measurement:
         else:
             torch.set_num_threads(1)  # idle threads of torch's would spin beside the double
         self._clock = make_clock(device)
-        answers = planner.heuristic(problem, 8)
+        answers = planner.heuristic(problem, OPS_ANSWERS)
         accepted = [answer for answer in answers["answers"] if answer["ok"]]
         if not accepted:
             raise ValueError(f"the heuristic has no answer to compare with: {answers['reason']}")
@@ -307,7 +308,7 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def make_clock(device: str) -> EventClock | HostClock:
+def make_clock(device: str) -> Clock:
     """The clock of "cuda" or "cpu"."""
     return EventClock() if device == "cuda" else HostClock()
 
@@ -352,3 +353,6 @@ class HostClock:
 
     def wait(self) -> None:
         pass
+
+
+Clock = EventClock | HostClock

@@ -25,11 +25,16 @@ class NothingToPin(CommandError):
 
 
 def pin_of(
-    result: Result, *, allow_inexact: bool = False, m_range: tuple[int, int] | None = None
+    result: Result,
+    *,
+    allow_inexact: bool = False,
+    m_range: tuple[int, int] | None = None,
+    source: str | None = None,
 ) -> Pin:
     """The pin that a finished sweep stands for.
 
-    m_range: first and last M to pin it for, around the one that was measured. Raises NothingToPin.
+    m_range: first and last M to pin it for, around the one that was measured. source: the file that
+    the evidence names, by default the result's. Raises NothingToPin.
     """
     if not result.finished:
         raise NothingToPin(f"{result.path} is not finished: run the same sweep again to go on")
@@ -56,15 +61,15 @@ def pin_of(
         sm_count=machine["sm_count"],
         version_min=machine["cublaslt"],
         version_max=machine["cublaslt"],
-        evidence=_evidence(result, entry),
+        evidence=_evidence(result, entry, source or result.path.name),
     )
 
 
-def _evidence(result: Result, entry: dict[str, Any]) -> str:
+def _evidence(result: Result, entry: dict[str, Any], source: str) -> str:
     data, problem = result.data, result.data["problem"]
     found = entry["comparison"]
     text = (
-        f"{result.path.name}, {data['date']}: {found['ratio']:.4f}x the heuristic at m={problem['m']}"
+        f"{source}, {data['date']}: {found['ratio']:.4f}x the heuristic at m={problem['m']}"
         f" ({found['candidate_s'] * 1e3:.4g} against {found['heuristic_s'] * 1e3:.4g} ms, noise"
         f" {data['verdict']['noise']:.2%}, {len(data['final']['rounds'])} rounds), "
     )

@@ -90,7 +90,7 @@ def _final_lines(data: dict[str, Any]) -> list[str]:
                 f"**{name}**" if index == verdict["winner"] else name,
                 found["candidate_s"],
                 f"{found['ratio']:.4f}",
-                f"{found['wins']:.0%}",
+                f"{found['wins']} of {found['rounds']}",
                 f"{different['elements']:,} differ" if different else "equal",
                 entry["algorithm"],
             )

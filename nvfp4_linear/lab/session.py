@@ -21,6 +21,7 @@ from .children import Child, ChildLost
 
 CHECK_S = 15.0  # without progress, a candidate or a question hangs
 PREPARE_S = 240.0  # imports torch, makes operands
+MAX_LOST = 64  # children of a sweep
 MAX_LOSSES = 2  # children that one kernel may take with it
 NOT_ASKED = f"not asked: id, tile and stages had taken {MAX_LOSSES} children with them"
 MEASURE_S = 30.0
@@ -175,13 +176,14 @@ class Session:
         """AlgoCheck of numbered candidates: accepted with what was read back, refusals counted.
 
         A candidate that the child dies of is skipped; those before it are asked again. losses: by
-        kernel; counted up here, and one that has MAX_LOSSES is not asked about any more.
+        kernel; counted up here, and one that has MAX_LOSSES is not asked about any more. After more
+        than MAX_LOST in all nothing is asked: the library, not a candidate, is the trouble then.
         """
         accepted: list[tuple[int, dict[str, Any]]] = []
         refused: Counter[str] = Counter()
         lost: list[Lost] = []
         pending = [list(candidates)]
-        while pending:
+        while pending and losses.total() <= MAX_LOST:
             offered = pending.pop()
             part = [(n, a) for n, a in offered if losses[kernel_of(a)] < MAX_LOSSES]
             if len(part) < len(offered):

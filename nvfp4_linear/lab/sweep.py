@@ -31,20 +31,21 @@ import torch
 from ..algorithms import Algorithm
 from ..console import CommandError, Console
 from . import candidates as space
+from . import session
 from .candidates import from_dict
 from .children import ChildLost
+from .measure import OPS_ANSWERS
 from .session import Machine, Session, kernel_of
 from .verdict import Comparison, compare, noise_of
 
 FORMAT = "nvfp4_linear sweep 1"
 TYPES = ("nvfp4", "bf16", "fp16", "fp8_e4m3")
-HEURISTIC_ANSWERS = 16
+SEED_ANSWERS = 32
 CHECK_BATCH = 4096
 SAVE_S = 2.0  # between writes while screening
 SCREEN_SAMPLES = 3
 SEEDS_OF_BEST = 4
 INEXACT_FINALISTS = 2  # shown beside the exact ones, for who can live with them
-MAX_LOST = 64  # children; then the library, not a candidate, is the trouble
 FIRST_SHARE = 0.65  # of the screen's time; the rest is for the neighbours of the best
 
 
@@ -93,6 +94,10 @@ def make_problem(
     }
 
 
+class OtherFile(CommandError):
+    """The result file that is there belongs to something else; nothing was changed."""
+
+
 class Result:
     """A result file: a dict of plain types and where it is kept."""
 
@@ -101,16 +106,16 @@ class Result:
 
     @staticmethod
     def read(path: Path) -> Result:
-        """Raises CommandError where the file is no sweep result."""
+        """Raises OtherFile where the file is no sweep result."""
         try:
             data = json.loads(path.read_text())
         except (OSError, ValueError) as error:
-            raise CommandError(
+            raise OtherFile(
                 f"{path} is not a sweep result ({error}): give another --out, or --restart to "
                 f"overwrite it"
             ) from None
         if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise CommandError(
+            raise OtherFile(
                 f"{path} is not a sweep result (its format is not {FORMAT!r}): give another --out, "
                 f"or --restart to overwrite it"
             )
@@ -134,7 +139,7 @@ class Result:
 
 
 def sweep(
-    session: Session,
+    opened: Session,
     problem: dict[str, Any],
     options: Options,
     path: Path,
@@ -143,23 +148,23 @@ def sweep(
     restart: bool = False,
 ) -> Result:
     """Runs a sweep, or the rest of one, and gives its result. See the module docstring."""
-    result = _open(session, problem, options, path, restart)
+    result = _open(opened, problem, options, path, restart)
     if not result.finished:
-        _Sweep(session, result, options, console).run()
+        _Sweep(opened, result, options, console).run()
     return result
 
 
 def _open(
-    session: Session, problem: dict[str, Any], options: Options, path: Path, restart: bool
+    opened: Session, problem: dict[str, Any], options: Options, path: Path, restart: bool
 ) -> Result:
     question = {
         "problem": problem,
         "machine": {
-            "gpu": session.machine.name,
-            "cc": list(session.machine.chip.cc),
-            "sm_count": session.machine.chip.sm_count,
-            "cublaslt": session.version(),
-            "test_double": session.machine.test_double,
+            "gpu": opened.machine.name,
+            "cc": list(opened.machine.chip.cc),
+            "sm_count": opened.machine.chip.sm_count,
+            "cublaslt": opened.version(),
+            "test_double": opened.machine.test_double,
         },
         "options": options.question(),
     }
@@ -167,7 +172,7 @@ def _open(
         result = Result.read(path)
         for key, value in question.items():
             if result.data.get(key) != value:
-                raise CommandError(
+                raise OtherFile(
                     f"{path} is of another {key} ({_unequal(result.data.get(key), value)}): give "
                     f"another --out, or --restart to overwrite it"
                 )
@@ -198,10 +203,8 @@ def _unequal(old: Any, new: Any) -> str:
 class _Sweep:
     """One run over a result, from wherever it stands."""
 
-    def __init__(
-        self, session: Session, result: Result, options: Options, console: Console
-    ) -> None:
-        self._session, self._result, self._options = session, result, options
+    def __init__(self, opened: Session, result: Result, options: Options, console: Console) -> None:
+        self._session, self._result, self._options = opened, result, options
         self._console = console
         self._data = result.data
         self._problem = result.data["problem"]
@@ -210,7 +213,7 @@ class _Sweep:
 
     def run(self) -> None:
         if not self._data["heuristic"]:
-            self._data["heuristic"] = self._session.heuristic(self._problem, HEURISTIC_ANSWERS)
+            self._data["heuristic"] = self._ask_heuristic()
             self._result.save()
         budget = self._options.budget_s
         self._generation(0, None if budget is None else budget * FIRST_SHARE)
@@ -219,6 +222,14 @@ class _Sweep:
         self._data["verdict"] = judge(self._data)
         self._data["finished"] = True
         self._result.save()
+
+    def _ask_heuristic(self) -> list[dict[str, Any]]:
+        """Usable answers, the one that the ops run first, none twice."""
+        answers = self._session.heuristic(self._problem, OPS_ANSWERS)
+        for answer in self._session.heuristic(self._problem, SEED_ANSWERS):
+            if all(answer["algorithm"] != known["algorithm"] for known in answers):
+                answers.append(answer)
+        return answers
 
     # ---------------------------------------------------------------------------------- check
 
@@ -303,7 +314,7 @@ class _Sweep:
     def _lose(self, algorithm: Algorithm, stage: str, reason: str) -> None:
         lost = self._data["lost"]
         lost.append({"algorithm": asdict(algorithm), "stage": stage, "reason": reason})
-        if len(lost) > MAX_LOST:
+        if len(lost) > session.MAX_LOST:
             self._result.save()
             raise CommandError(
                 f"{len(lost)} candidates took their process with them, the last in {stage}: "
@@ -367,7 +378,7 @@ class _Sweep:
         description = self._session.prepare(self._problem, self._options.seed)
         first = self._data["heuristic"][0]["algorithm"]
         if description["baseline"] != first:
-            raise CommandError(
+            raise OtherFile(
                 f"the heuristic's first answer is not the one that {self._result.path} was begun "
                 f"with: --restart begins anew"
             )
@@ -434,12 +445,12 @@ def judge(data: dict[str, Any]) -> dict[str, Any]:
         pairs = [pairs[position] for pairs in rounds]
         return compare([p["heuristic_s"] for p in pairs], [p["s"] for p in pairs])
 
-    itself = comparison(0)
-    noise = noise_of(itself)
+    finalists = data["final"]["finalists"]
+    itself, *comparisons = (comparison(position) for position in range(1 + len(finalists)))
+    noise = noise_of(itself, comparisons)
     screened = {tuple(e["algorithm"].values()): e for e in data["screened"]}
     entries = []
-    for position, algorithm in enumerate(data["final"]["finalists"], 1):
-        found = comparison(position)
+    for position, (algorithm, found) in enumerate(zip(finalists, comparisons, strict=True), 1):
         screen = screened[tuple(algorithm.values())]
         differences = [screen["difference"], *(pairs[position]["difference"] for pairs in rounds)]
         entries.append(
@@ -488,5 +499,5 @@ def _reason(
     best = exact[0]["comparison"]
     return (
         f"no byte-exact candidate is faster by more than the noise of {noise:.2%}: the best is "
-        f"{best['ratio']:.4f} times as fast, and won {best['wins']:.0%} of the rounds"
+        f"{best['ratio']:.4f} times as fast, and won {best['wins']} of {best['rounds']} rounds"
     )

@@ -39,9 +39,14 @@ def die_with(parent: int) -> None:
 
 
 def load_extension(path: str) -> Any:
-    """`nvfp4_linear._cublaslt`, without the package around it and so without torch."""
-    spec = importlib.util.spec_from_file_location("_cublaslt", path)
+    """`nvfp4_linear._cublaslt`, without the package around it and so without torch.
+
+    Under its full name, for the package may come later, and its types can be registered only once.
+    """
+    name = "nvfp4_linear._cublaslt"
+    spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 

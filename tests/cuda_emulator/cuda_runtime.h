@@ -97,6 +97,10 @@ inline float __shfl_xor_sync(unsigned, float v, int mask) {
   const auto* all = emulator::exchange({{__float_as_uint(v)}});
   return __uint_as_float(all[emulator::lane() ^ mask].word[0]);
 }
+inline float __shfl_sync(unsigned, float v, int source, int width) {
+  const auto* all = emulator::exchange({{__float_as_uint(v)}});
+  return __uint_as_float(all[emulator::lane() / width * width + source % width].word[0]);
+}
 inline uint32_t __shfl_xor_sync(unsigned, uint32_t v, int mask) {
   return emulator::exchange({{v}})[emulator::lane() ^ mask].word[0];
 }

@@ -119,65 +119,80 @@ void wait_copies(int pending) {
   }
 }
 
+namespace {
+
+// Fibers for the blocks first .. first + cluster - 1 of row y, at the kernel's start.
+size_t prepare(std::vector<std::unique_ptr<Fiber>>& pool, std::vector<std::unique_ptr<Warp>>& warps,
+               unsigned first, unsigned y, unsigned threads, int cluster, size_t shared_bytes) {
+  blocks.clear();
+  cluster_barrier = {static_cast<int>(threads) * cluster};
+  size_t used = 0;
+  for (int rank = 0; rank < cluster; ++rank) {
+    blocks.push_back(std::make_unique<Block>());
+    Block& b = *blocks.back();
+    b.index = dim3(first + rank, y);
+    b.rank = rank;
+    b.shared.assign(shared_bytes, kPoison);
+    b.barrier.expected = static_cast<int>(threads);
+    for (unsigned t = 0; t < threads; ++t) {
+      if (t % kWarp == 0) {
+        warps.push_back(std::make_unique<Warp>());
+        warps.back()->barrier.expected = kWarp;
+      }
+      if (used == pool.size()) pool.push_back(std::make_unique<Fiber>());
+      Fiber& f = *pool[used++];
+      f.thread = t;
+      f.block = &b;
+      f.warp = warps.back().get();
+      f.exchanges = 0;
+      f.waiting = nullptr;
+      f.done = false;
+      f.groups.clear();
+      f.open.clear();
+      getcontext(&f.context);
+      f.context.uc_stack.ss_sp = f.stack.get();
+      f.context.uc_stack.ss_size = kStack;
+      f.context.uc_link = nullptr;
+      makecontext(&f.context, entry, 0);
+    }
+  }
+  return used;
+}
+
+// One turn of every fiber that can go on; how many are done now.
+size_t turn(std::vector<std::unique_ptr<Fiber>>& pool, size_t used) {
+  size_t finished = 0;
+  bool progress = false;
+  for (size_t i = 0; i < used; ++i) {
+    current = pool[i].get();
+    if (!current->done && !(current->waiting && current->waiting->generation == current->generation)) {
+      current->waiting = nullptr;
+      threadIdx = dim3(current->thread);
+      blockIdx = current->block->index;
+      swapcontext(&scheduler, &current->context);
+      progress = true;
+    }
+    finished += pool[i]->done;
+  }
+  if (!progress && finished < used) {
+    std::fprintf(stderr, "deadlock: some threads wait at a barrier that others passed by\n");
+    std::abort();
+  }
+  return finished;
+}
+
+}  // namespace
+
 void launch(dim3 grid, dim3 block, int cluster, size_t shared_bytes,
             const std::function<void()>& thread) {
+  static std::vector<std::unique_ptr<Fiber>> pool;
   gridDim = grid;
   body = &thread;
-  static std::vector<std::unique_ptr<Fiber>> pool;
-  const unsigned threads = block.x;
   for (unsigned y = 0; y < grid.y; ++y) {
     for (unsigned first = 0; first < grid.x; first += cluster) {
-      blocks.clear();
       std::vector<std::unique_ptr<Warp>> warps;
-      cluster_barrier = {static_cast<int>(threads) * cluster};
-      size_t used = 0;
-      for (int rank = 0; rank < cluster; ++rank) {
-        blocks.push_back(std::make_unique<Block>());
-        Block& b = *blocks.back();
-        b.index = dim3(first + rank, y);
-        b.rank = rank;
-        b.shared.assign(shared_bytes, kPoison);
-        b.barrier.expected = static_cast<int>(threads);
-        for (unsigned t = 0; t < threads; ++t) {
-          if (t % kWarp == 0) {
-            warps.push_back(std::make_unique<Warp>());
-            warps.back()->barrier.expected = kWarp;
-          }
-          if (used == pool.size()) pool.push_back(std::make_unique<Fiber>());
-          Fiber& f = *pool[used++];
-          f.thread = t;
-          f.block = &b;
-          f.warp = warps.back().get();
-          f.exchanges = 0;
-          f.waiting = nullptr;
-          f.done = false;
-          f.groups.clear();
-          f.open.clear();
-          getcontext(&f.context);
-          f.context.uc_stack.ss_sp = f.stack.get();
-          f.context.uc_stack.ss_size = kStack;
-          f.context.uc_link = nullptr;
-          makecontext(&f.context, entry, 0);
-        }
-      }
-      size_t finished = 0;
-      while (finished < used) {
-        bool progress = false;
-        for (size_t i = 0; i < used; ++i) {
-          Fiber& f = *pool[i];
-          if (f.done || (f.waiting && f.waiting->generation == f.generation)) continue;
-          f.waiting = nullptr;
-          current = &f;
-          threadIdx = dim3(f.thread);
-          blockIdx = f.block->index;
-          swapcontext(&scheduler, &f.context);
-          progress = true;
-          if (f.done) ++finished;
-        }
-        if (!progress) {
-          std::fprintf(stderr, "deadlock: some threads wait at a barrier that others passed by\n");
-          std::abort();
-        }
+      const size_t used = prepare(pool, warps, first, y, block.x, cluster, shared_bytes);
+      while (turn(pool, used) < used) {
       }
     }
   }

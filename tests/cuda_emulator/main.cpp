@@ -436,7 +436,7 @@ void test_gemm_shape(Group& group, int64_t m, int64_t n, int64_t k, int a_kind, 
       packed_a.scale.data()[swizzled_offset(begin + bad_m, 0, packed_a.tiles)] = kE4m3Nan;
     }
   }
-  GemmParams p;
+  SmallMParams p;
   p.m = m;
   p.n = n;
   p.k = k;
@@ -515,7 +515,7 @@ void test_gemm_shape(Group& group, int64_t m, int64_t n, int64_t k, int a_kind, 
 void test_gemm() {
   Group group("gemm_small_m");
   const int64_t shapes[][3] = {{1, 1, 16},    {3, 8, 48},    {8, 24, 96},   {9, 136, 256},
-                               {16, 40, 1040}, {17, 130, 384}, {32, 33, 2064}, {5, 300, 4096},
+                               {16, 40, 1040}, {17, 130, 384}, {32, 33, 2064}, {5, 300, 2048},
                                {32, 257, 512}, {1, 128, 0}};
   for (const auto& [m, n, k] : shapes) {
     for (int a_kind = 0; a_kind < 3; ++a_kind) {
@@ -530,6 +530,46 @@ void test_gemm() {
   emulator::machine = {};
 }
 
+// What every plan must be, on GPUs of many kinds: it fits, covers n and k, and wastes no block.
+void test_plan() {
+  Group group("plan_small_m");
+  const cuda::SmallMDevice devices[] = {
+      {132, 228 * 1024, 227 * 1024, 8, {0, 0, 264, 252, 264, 260, 252, 252, 256}},  // H200
+      {108, 164 * 1024, 163 * 1024, 1, {}},                                         // A100
+      {48, 100 * 1024, 99 * 1024, 8, {}},                                           // GB10
+      {1, 100 * 1024, 64 * 1024, 2, {0, 0, 2}},
+  };
+  for (const auto& device : devices) {
+    for (const int64_t m : {1, 8, 9, 16, 17, 32}) {
+      for (const int64_t n : {1, 128, 136, 4096, 5376, 14336, 1000000}) {
+        for (const int64_t k : {0, 16, 48, 128, 4096, 14336, 28672, 524288}) {
+          for (const bool packed : {false, true}) {
+            const cuda::SmallMPlan p = cuda::plan_small_m(m, n, k, packed, device);
+            const int64_t covered =
+                int64_t{p.iterations} * p.k_warps * p.cluster * cuda::kChunkK;
+            const int64_t without_last = covered / p.cluster * (p.cluster - 1);
+            const int64_t tiles = (n + kTileRows - 1) / kTileRows * (kTileRows / cuda::kStripRows);
+            const bool right = p.ok() && p.m_tiles * cuda::kMTileRows >= m &&
+                               p.strips * p.k_warps == cuda::kSmallMWarps && covered >= k &&
+                               (p.cluster == 1 || without_last < k) &&
+                               p.blocks == tiles / p.strips * p.cluster &&
+                               p.stages >= cuda::kMinStages && p.stages <= cuda::kMaxStages &&
+                               p.shared_bytes <= device.shared_per_block &&
+                               p.cluster <= device.max_cluster;
+            group.expect(right, describe({{"sms", device.sm_count}, {"m", m}, {"n", n}, {"k", k},
+                                          {"packed", packed}, {"strips", p.strips},
+                                          {"cluster", p.cluster}, {"blocks", p.blocks},
+                                          {"shared", p.shared_bytes}}));
+          }
+        }
+      }
+    }
+  }
+  cuda::SmallMDevice tiny = devices[3];
+  tiny.shared_per_block = 16 * 1024;
+  group.expect(!cuda::plan_small_m(1, 128, 128, false, tiny).ok(), "a plan that cannot fit");
+}
+
 }  // namespace
 
 int main() {
@@ -539,6 +579,7 @@ int main() {
   test_dequantize();
   test_layouts();
   test_epilogue();
+  test_plan();
   test_gemm();
   return failures;
 }

@@ -72,8 +72,8 @@ cublasStatus_t status_setting(const char* key) { return static_cast<cublasStatus
 
 // ---- Records -----------------------------------------------------------------------------------
 
-// One call, as a line of JSON. Plain strings: iostreams of a test's library have met other copies
-// of the C++ runtime in the process, and crashed.
+// One call, as a line of JSON. Plain strings, no iostreams: with those this library crashed in a
+// process that had torch's CUDA build loaded (seen on an H200 machine).
 class Record {
  public:
   explicit Record(const char* call) : text_("{\"call\": \"" + std::string(call) + "\"") {}

@@ -1,0 +1,479 @@
+"""Sweeps the shapes that matter on this GPU, pins the winners, and shows what the pins are worth.
+
+    python -m bench.sweeps                       8 minutes; run again, it goes on where it stopped
+
+1. sweep   BF16: the study's FC2 and its FC1, four LLM shapes, two small M; FP8: two. On a chip
+           without FP4 tensor cores also the problems that ``torch.ops.nvfp4.gemm`` makes of the
+           BF16 shapes: its emulated rung multiplies decoded operands in chunks, and a pin has to
+           match a chunk.
+2. pin     the byte-exact winners that are faster beyond the noise
+3. verify  ``torch.ops.nvfp4.gemm`` with these pins and without, alternating rounds, NVFP4 operands:
+           byte-exact and not slower beyond the noise, or the pins behind that shape are taken out
+           again and it is recorded
+
+Writes NAME_sweep.json (all sweeps, and what was verified), NAME_sweep.md, NAME_sweep.png where
+matplotlib is there, and NAME.pins; NAME is the GPU's. Each is written whole after every shape. A
+sweep that is under way keeps its own file in --work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import nvfp4_linear  # noqa: F401  (registers torch.ops.nvfp4)
+from nvfp4_linear.algorithms import Pin, save_pins
+from nvfp4_linear.console import CommandError, Console
+from nvfp4_linear.lab import report
+from nvfp4_linear.lab.arms import HEURISTIC, PINNED, Operands, make_arms
+from nvfp4_linear.lab.candidates import describe, from_dict
+from nvfp4_linear.lab.gate import alternate
+from nvfp4_linear.lab.measure import make_clock
+from nvfp4_linear.lab.promote import NothingToPin, pin_of
+from nvfp4_linear.lab.route import problems_behind
+from nvfp4_linear.lab.session import Machine, Session, find_machine
+from nvfp4_linear.lab.sweep import Options, OtherFile, Result, make_problem, sweep
+from nvfp4_linear.lab.verdict import tflops
+
+FORMAT = "nvfp4_linear sweeps 1"
+RESULTS = Path(__file__).with_name("results")
+WORK = Path("build") / "sweeps"
+TOTAL_S = 480.0
+VERIFY_S = 6.0  # a shape's share of what is kept back for verification
+OVERHEAD_S = 8.0  # of a sweep beside its screen: a first guess, then what was seen
+LEAST_SCREEN_S = 2.0
+BEST_KEPT = 24  # of a screen, in the committed file
+DIGITS = 6
+
+
+@dataclass(frozen=True)
+class Case:
+    """A shape. verify: run ``gemm`` of NVFP4 operands at it."""
+
+    name: str
+    type: str
+    m: int
+    n: int
+    k: int
+    verify: bool = False
+
+
+CASES = (
+    Case("study FC2", "bf16", 37_810, 5_376, 14_336, verify=True),
+    Case("study FC1", "bf16", 37_810, 28_672, 5_376, verify=True),
+    Case("8B down", "bf16", 8_192, 4_096, 14_336, verify=True),
+    Case("8B gate and up", "bf16", 8_192, 28_672, 4_096, verify=True),
+    Case("70B down", "bf16", 4_096, 8_192, 28_672, verify=True),
+    Case("70B qkv", "bf16", 4_096, 10_240, 8_192, verify=True),
+    Case("small M, 8B down", "bf16", 64, 4_096, 14_336, verify=True),
+    Case("small M, 70B down", "bf16", 128, 8_192, 28_672, verify=True),
+    Case("study FC2", "fp8_e4m3", 37_810, 5_376, 14_336),
+    Case("8B gate and up", "fp8_e4m3", 8_192, 28_672, 4_096),
+)
+# What a test double computes in seconds: it plays a chip with FP4 tensor cores.
+DOUBLE_CASES = (
+    Case("small FC2", "nvfp4", 40, 64, 128, verify=True),
+    Case("small", "bf16", 24, 32, 64),
+    Case("small", "fp8_e4m3", 24, 32, 64),
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One sweep: a problem, and the case it belongs to."""
+
+    case: Case
+    problem: dict[str, Any]
+
+    @property
+    def key(self) -> str:
+        """What a pin tells apart."""
+        return "{type}_{m}x{n}x{k}".format(**self.problem)
+
+    @property
+    def title(self) -> str:
+        own = (self.case.type, self.case.m, self.case.n, self.case.k)
+        chunk = tuple(self.problem[key] for key in ("type", "m", "n", "k")) != own
+        return f"{self.case.name}{', chunk of gemm' if chunk else ''}: {self.key}"
+
+
+def jobs_of(machine: Machine, cases: tuple[Case, ...]) -> list[Job]:
+    """Each case, followed by the problems that gemm makes of it; no problem twice."""
+    jobs: dict[str, Job] = {}
+    for case in cases:
+        problems = [make_problem(machine, case.type, case.m, case.n, case.k)]
+        if case.verify:
+            problems += problems_behind(machine, case.m, case.n, case.k)
+        for problem in problems:
+            job = Job(case, problem)
+            jobs.setdefault(job.key, job)
+    return list(jobs.values())
+
+
+class Book:
+    """The committed files: sweeps by key, what was verified, the pins that follow."""
+
+    def __init__(self, folder: Path, name: str, machine: dict[str, Any]) -> None:
+        self.folder, self.name = folder, name
+        self.path = folder / f"{name}_sweep.json"
+        self.data: dict[str, Any] = {
+            "format": FORMAT,
+            "machine": machine,
+            "sweeps": {},
+            "verified": [],
+        }
+        if self.path.exists():
+            known = json.loads(self.path.read_text())
+            if known.get("format") != FORMAT or known.get("machine") != machine:
+                raise CommandError(
+                    f"{self.path} is of another machine, library or format: give another --out, or "
+                    f"take it away"
+                )
+            self.data = known
+
+    def add(self, job: Job, result: Result, seconds: float) -> None:
+        entry = trimmed(result)
+        entry |= {"title": job.title, "seconds": round(seconds, 1), "pin": None, "dropped": None}
+        try:
+            entry["pin"] = pin_of(result, source=self.path.name).to_text()
+        except NothingToPin as nothing:
+            entry["no_pin"] = str(nothing)
+        self.data["sweeps"][job.key] = entry
+
+    def pins(self, keys: list[str] | None = None) -> list[Pin]:
+        """The pins in the file; of `keys` alone where given."""
+        sweeps = self.data["sweeps"]
+        chosen = sweeps if keys is None else [key for key in keys if key in sweeps]
+        return [
+            Pin.from_text(sweeps[key]["pin"])
+            for key in chosen
+            if sweeps[key]["pin"] and not sweeps[key]["dropped"]
+        ]
+
+    def save(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        _write_whole(self.path, json.dumps(_rounded(self.data), indent=None, separators=(",", ":")))
+        _write_whole(self.path.with_suffix(".md"), page(self.data))
+        save_pins(self.folder / f"{self.name}.pins", self.pins())
+
+
+def _write_whole(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".part")
+    partial.write_text(text + "\n")
+    os.replace(partial, path)
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}")
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
+    return value
+
+
+def trimmed(result: Result) -> dict[str, Any]:
+    """A finished result without what only a resumed sweep needs."""
+    data = result.data
+    generations = [
+        {
+            **{key: generation[key] for key in ("total", "checked", "refused", "seeds")},
+            "accepted": len(generation["accepted"]),
+        }
+        for generation in data["generations"]
+    ]
+    screened = sorted(data["screened"], key=lambda entry: -entry["ratio"])
+    rounds = data["final"]["rounds"]
+    final = [
+        {name: [pairs[position][name] for pairs in rounds] for name in ("heuristic_s", "s")}
+        for position in range(len(rounds[0]))
+    ]
+    kept = ("date", "problem", "options", "measured_with", "heuristic", "lost", "verdict")
+    return {
+        **{key: data[key] for key in kept},
+        "generations": generations,
+        "screened": len(screened),
+        "best_of_screen": screened[:BEST_KEPT],
+        "rounds": final,
+    }
+
+
+# ---------------------------------------------------------------------------------------- sweep
+
+
+def sweep_all(
+    session: Session, jobs: list[Job], book: Book, work: Path, until: float, console: Console
+) -> None:
+    """Sweeps what the book does not have yet, sharing out the time that is left."""
+    work.mkdir(parents=True, exist_ok=True)
+    waiting = [job for job in jobs if job.key not in book.data["sweeps"]]
+    overhead = OVERHEAD_S
+    for position, job in enumerate(waiting):
+        share = (until - time.monotonic()) / (len(waiting) - position)
+        if share < LEAST_SCREEN_S:
+            console.say(f"{len(waiting) - position} sweeps left for another run: no time")
+            return
+        budget = max(LEAST_SCREEN_S, share - overhead)
+        start = time.monotonic()
+        path = work / f"{job.key}.json"
+        try:
+            result = _sweep_one(session, job, Options(budget_s=budget), path, console)
+        except CommandError as error:
+            console.say(f"{job.title}: {error}")
+            continue
+        seconds = time.monotonic() - start
+        overhead = max(1.0, (overhead + seconds - budget) / 2)
+        book.add(job, result, seconds)
+        book.save()
+        console.say(f"{job.title}, {seconds:.1f} s: {report.summary(result)}")
+
+
+def _sweep_one(
+    session: Session, job: Job, options: Options, path: Path, console: Console
+) -> Result:
+    try:
+        return sweep(session, job.problem, options, path, console)
+    except OtherFile:  # of an earlier run, on another machine: the work folder is ours to overwrite
+        return sweep(session, job.problem, options, path, console, restart=True)
+
+
+# --------------------------------------------------------------------------------------- verify
+
+
+def verify_all(
+    machine: Machine, cases: tuple[Case, ...], book: Book, rounds: int, console: Console
+) -> bool:
+    """gemm with the pins and without. False where pins did harm, which are then taken out."""
+    book.data["verified"] = []
+    good = True
+    for case in cases:
+        if not case.verify:
+            continue
+        problems = problems_behind(machine, case.m, case.n, case.k)
+        keys = [Job(case, problem).key for problem in problems]
+        found = _verify(machine, case, book.pins(), rounds, console)
+        entry = {"case": asdict(case), "problems": keys, "pins": len(book.pins(keys)), **found}
+        if found["difference"] or found["itself"] or found["slower"]:
+            harm = "slower" if found["slower"] else "other bytes"
+            entry["dropped"] = f"gemm at {case.m} x {case.n} x {case.k}: {harm}"
+            for key in keys:
+                if key in book.data["sweeps"] and book.data["sweeps"][key]["pin"]:
+                    book.data["sweeps"][key]["dropped"] = entry["dropped"]
+                    good = False
+        book.data["verified"].append(entry)
+        book.save()
+        console.say(_verified_line(entry))
+    return good
+
+
+def _verify(
+    machine: Machine, case: Case, pins: list[Pin], rounds: int, console: Console
+) -> dict[str, Any]:
+    operands = _operands(case, machine.device)
+    arms = make_arms(machine, pins)
+    try:
+        described = {}
+        for name in (HEURISTIC, PINNED):
+            arms.select(name)
+            described[name] = arms.describe(case.m, case.n, case.k)
+        numbers = console.progress(range(rounds), f"verify {case.name}")
+        found = alternate(arms, make_clock(machine.device), numbers, lambda: arms.gemm(operands))
+    finally:
+        arms.close()
+    return {"arms": described, **found}
+
+
+def _operands(case: Case, device: str) -> Operands:
+    generator = torch.Generator(device).manual_seed(0)
+
+    def quantized(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        x = torch.randn(rows, case.k, generator=generator, device=device, dtype=torch.bfloat16)
+        g = torch.ops.nvfp4.global_scale(x)
+        return *torch.ops.nvfp4.quantize(x, g), g
+
+    data, scale, g_x = quantized(case.m)
+    weight, weight_scale, g_w = quantized(case.n)
+    return Operands(data, scale, weight, weight_scale, g_x * g_w)
+
+
+def _verified_line(entry: dict[str, Any]) -> str:
+    case, found = entry["case"], entry["comparison"]
+    word = "faster" if entry["faster"] else "SLOWER" if entry["slower"] else "equal within noise"
+    same = "DIFFERENT BYTES" if entry["difference"] else "same bytes"
+    return (
+        f"gemm {case['m']} x {case['n']} x {case['k']} ({entry['arms'][PINNED]['rung']}), "
+        f"{entry['pins']} pins behind it: {found['ratio']:.4f}x, {word} ({entry['noise']:.2%}), {same}"
+    )
+
+
+# --------------------------------------------------------------------------------------- report
+
+
+def page(data: dict[str, Any]) -> str:
+    """NAME_sweep.md"""
+    sweeps = list(data["sweeps"].values())
+    lines = ["# Sweeps", ""]
+    if sweeps:
+        lines += [f"{report.where({**sweeps[0], 'machine': data['machine']})}.", ""]
+    lines += [
+        "p50 of alternating rounds in one process; noise is the heuristic against itself; a winner "
+        "is byte-exact with the heuristic and faster by more than the noise "
+        "(nvfp4_linear/lab/verdict.py).",
+        "",
+        "| sweep | heuristic ms | TFLOP/s | best byte-exact ms | TFLOP/s | ratio | noise | winner |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        *map(_sweep_row, sweeps),
+    ]
+    if data["verified"]:
+        lines += [
+            "",
+            "`torch.ops.nvfp4.gemm` of NVFP4 operands, with these pins and without:",
+            "",
+            "| case | rung | pins behind it | without ms | with ms | ratio | noise | |",
+            "| --- | --- | --- | --- | --- | --- | --- | --- |",
+            *map(_verified_row, data["verified"]),
+        ]
+    return "\n".join(lines)
+
+
+def _sweep_row(entry: dict[str, Any]) -> str:
+    verdict, problem = entry["verdict"], entry["problem"]
+    shape = (problem["m"], problem["n"], problem["k"])
+    base = verdict["itself"]["heuristic_s"]
+    exact = [one for one in verdict["candidates"] if not one["difference"]]
+    cells = [entry["title"], f"{base * 1e3:.4f}", f"{tflops(*shape, base):.1f}"]
+    if exact:
+        found = exact[0]["comparison"]
+        cells += [
+            f"{found['candidate_s'] * 1e3:.4f}",
+            f"{tflops(*shape, found['candidate_s']):.1f}",
+            f"{found['ratio']:.4f}",
+        ]
+    else:
+        cells += ["", "", ""]
+    cells.append(f"{verdict['noise']:.2%}")
+    winner = verdict["winner"]
+    text = "none: the heuristic's stands"
+    if winner is not None:
+        text = describe(from_dict(verdict["candidates"][winner]["algorithm"]))
+    if entry["dropped"]:
+        text += f" (taken out: {entry['dropped']})"
+    return "| " + " | ".join([*cells, text]) + " |"
+
+
+def _verified_row(entry: dict[str, Any]) -> str:
+    case, found = entry["case"], entry["comparison"]
+    word = "faster" if entry["faster"] else "slower" if entry["slower"] else "within noise"
+    cells = [
+        f"{case['name']}: {case['m']} x {case['n']} x {case['k']}",
+        str(entry["arms"][PINNED]["rung"]),
+        str(entry["pins"]),
+        f"{found['heuristic_s'] * 1e3:.4f}",
+        f"{found['candidate_s'] * 1e3:.4f}",
+        f"{found['ratio']:.4f}",
+        f"{entry['noise']:.2%}",
+        f"{word}, {'DIFFERENT BYTES' if entry['difference'] else 'same bytes'}",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def draw(book: Book) -> str:
+    """NAME_sweep.png: every sweep's best byte-exact algorithm over the heuristic, and its noise."""
+    try:
+        import matplotlib
+    except ImportError:
+        return "no plot: matplotlib is not installed (pip install matplotlib)"
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    entries = list(reversed(book.data["sweeps"].values()))
+    figure, axes = plt.subplots(figsize=(9, 1.5 + 0.3 * len(entries)), layout="constrained")
+    for index, entry in enumerate(entries):
+        verdict = entry["verdict"]
+        exact = [one for one in verdict["candidates"] if not one["difference"]]
+        axes.barh(index, 2 * verdict["noise"], left=1 - verdict["noise"], color="0.85")
+        if exact:
+            color = "tab:green" if verdict["winner"] is not None else "tab:gray"
+            axes.plot(exact[0]["comparison"]["ratio"], index, "o", color=color)
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(entries)), [entry["title"] for entry in entries], fontsize=7)
+    axes.set(
+        xlabel="best byte-exact algorithm, x the heuristic (grey: noise; green: pinned)",
+        title=book.data["machine"]["gpu"],
+    )
+    path = book.path.with_suffix(".png")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return f"wrote {path.name}"
+
+
+# ----------------------------------------------------------------------------------------- main
+
+
+def run(args: argparse.Namespace, console: Console) -> bool:
+    start = time.monotonic()
+    machine = find_machine(args.device)
+    cases = DOUBLE_CASES if machine.test_double else CASES
+    with Session(machine) as session:
+        about = {
+            "gpu": machine.name,
+            "cc": list(machine.chip.cc),
+            "sm_count": machine.chip.sm_count,
+            "cublaslt": session.version(),
+            "test_double": machine.test_double,
+        }
+        book = Book(args.out, args.name or _short_name(machine), about)
+        jobs = jobs_of(machine, cases)
+        reserve = VERIFY_S * sum(case.verify for case in cases)
+        until = start + args.seconds - reserve
+        sweep_all(session, jobs, book, args.work, until, console)
+    good = True
+    if not args.no_verify:
+        good = verify_all(machine, cases, book, args.rounds, console)
+    book.save()
+    console.say(draw(book))
+    left = sum(job.key not in book.data["sweeps"] for job in jobs)
+    console.say(
+        f"{len(book.pins())} pins in {book.folder / (book.name + '.pins')}, {left} sweeps left, "
+        f"{time.monotonic() - start:.0f} s"
+    )
+    return good and not left
+
+
+def _short_name(machine: Machine) -> str:
+    """ "NVIDIA H200" → "h200"."""
+    if machine.test_double:
+        return "double"
+    return re.sub(r"[^a-z0-9]+", "_", machine.name.lower().replace("nvidia", "")).strip("_")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.sweeps", description=__doc__.split("\n\n")[0]
+    )
+    parser.add_argument("--seconds", type=float, default=TOTAL_S, help="in all (default: 480)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="(default: bench/results)")
+    parser.add_argument("--work", type=Path, default=WORK, help="unfinished sweeps (build/sweeps)")
+    parser.add_argument("--name", help="of the files (default: the GPU's)")
+    parser.add_argument("--rounds", type=int, default=20, help="of the verification")
+    parser.add_argument("--no-verify", action="store_true", help="sweep and pin alone")
+    parser.add_argument("--device", help="cuda:0 (default: the current GPU)")
+    try:
+        return 0 if run(parser.parse_args(argv), Console()) else 1
+    except CommandError as error:
+        print(f"bench.sweeps: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""The CUDA kernels without a GPU: their arithmetic, and their own text on an emulator.
+
+kernel_math.cpp holds csrc/cuda/block_math.h to csrc/nvfp4.h. cuda_emulator compiles csrc/cuda/*.cu
+with the C++ compiler, runs every thread as a fiber, and compares bytes; it ends where a kernel
+touches memory past a buffer or misses a barrier.
+"""
+
+import os
+import platform
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+CSRC = TESTS.parent / "csrc"
+EMULATOR = TESTS / "cuda_emulator"
+KERNELS = ["device", "dequantize", "gemm_small_m", "global_scale", "quantize"]
+# As in setup.py: no contraction but what the source writes. -Werror keeps the harness itself clean.
+FLAGS = ["-std=c++17", "-O2", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra", "-Werror"]
+CXX = os.environ.get("CXX", "g++").split()[0]
+
+
+def compile_cxx(*arguments: str | Path) -> None:
+    if shutil.which(CXX) is None:
+        pytest.skip(f"needs a C++ compiler, found no {CXX}")
+    done = subprocess.run(
+        [CXX, *FLAGS, f"-I{CSRC}", *map(str, arguments)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def run(program: Path) -> None:
+    done = subprocess.run([program], capture_output=True, text=True, timeout=600)
+    print(done.stdout)
+    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}{done.stderr}"
+
+
+def test_kernel_math(tmp_path):
+    """The quantizers' fast division, rounding, block scale and silu equal the plain forms."""
+    fma = ["-mfma"] if platform.machine() in ("x86_64", "AMD64") and _has_fma() else []
+    compile_cxx(*fma, TESTS / "kernel_math.cpp", "-o", tmp_path / "kernel_math")
+    run(tmp_path / "kernel_math")
+
+
+def _has_fma() -> bool:
+    """Whether this x86 has the instruction; without it fma() is a slow, equal call."""
+    cpuinfo = Path("/proc/cpuinfo")
+    return cpuinfo.exists() and " fma " in cpuinfo.read_text()
+
+
+def test_kernels_on_the_emulator(tmp_path):
+    """Every kernel's every byte, over poisoned memory that ends at an unreadable page."""
+    # -Wno-clobbered: fibers swap contexts; GCC reads that as longjmp.
+    includes = [f"-I{CSRC / 'cuda'}", f"-I{EMULATOR}", "-Wno-unused-parameter", "-Wno-clobbered"]
+
+    def build(name: str) -> Path:
+        target = tmp_path / f"{name}.o"
+        if name in KERNELS:
+            source = ["-include", EMULATOR / "ptx.cuh", "-x", "c++", CSRC / "cuda" / f"{name}.cu"]
+        else:
+            source = [EMULATOR / f"{name}.cpp"]
+        compile_cxx(*includes, "-Wno-unknown-pragmas", "-c", *source, "-o", target)
+        return target
+
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        objects = list(pool.map(build, [*KERNELS, "emulator", "main"]))
+    compile_cxx(*objects, "-o", tmp_path / "emulated")
+    run(tmp_path / "emulated")

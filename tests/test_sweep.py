@@ -1,0 +1,786 @@
+"""The promise: a sweep tries what the library knows, survives what kills or hangs a process, pins
+only what is byte-exact and faster beyond the noise, and can be killed and resumed at any moment.
+
+Runs on a test double with a temper (lab_double): its heuristic is slow, as in the study, and rules
+say which algorithms crash, hang, are refused or give other bytes.
+"""
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import lab_double
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nvfp4_linear import _cublaslt as lt
+from nvfp4_linear import algorithms, cli
+from nvfp4_linear.algorithms import Algorithm, Device, Pin
+from nvfp4_linear.console import CommandError, Console
+from nvfp4_linear.lab import candidates, measure, promote, report, session, sweep, verdict
+from nvfp4_linear.lab.children import Child, ChildLost
+from nvfp4_linear.lab.session import Session, find_machine, kernel_of
+
+# A slow stream-K answer first, as the study saw it; then one that is quick. Tiles of 8x32 have few
+# neighbours.
+ANSWERS = "set:heuristic_answers=70:4:37:-2:4194304 70:4:36:1:0"
+SLOW_HEURISTIC = "run:split_k=-2:slow=4000"
+ONLY_TILE_4 = "check:tile=4,split_k=1,reduction=0:pass;check:split_k=-2,cluster=0,tile=4:pass"
+ONLY_TILE_4 += ";check::refuse"
+CALM = f"{ANSWERS};{ONLY_TILE_4};{SLOW_HEURISTIC}"
+QUICK = sweep.Options(rounds=5, finalists=3, budget_s=0.6)
+SHAPE = ("nvfp4", 16, 64, 64)
+
+
+RANGES = candidates.Ranges((4, 5, 9), (35, 36, 37), (0, 2, 3, 5, 6, 7, 8))
+
+
+@pytest.fixture(autouse=True)
+def small_space(monkeypatch):
+    """A neighbourhood of a hundred."""
+    monkeypatch.setattr(candidates.Ranges, "of", lambda version: RANGES)
+    monkeypatch.setattr(candidates, "CUSTOM_OPTIONS", range(8))
+    monkeypatch.setattr(candidates, "SWIZZLES", range(3))
+    monkeypatch.setattr(candidates, "SPLIT_K", (2, 4))
+    monkeypatch.setattr(candidates, "near_tiles", lambda tile, ranges: [5, 9])
+
+
+@pytest.fixture
+def double(monkeypatch):
+    """Loads the double in children, with rules: ``machine = double(rules)``."""
+
+    def load(rules=CALM, chip=None):
+        monkeypatch.setenv("NVFP4_CUBLASLT_LIBRARY", lab_double.build())
+        monkeypatch.setenv("LAB_DOUBLE", rules)
+        return find_machine(chip=chip)
+
+    return load
+
+
+def run(machine, path, options=QUICK, shape=SHAPE, **keywords):
+    with Session(machine) as open_session:
+        problem = sweep.make_problem(machine, *shape)
+        return sweep.sweep(open_session, problem, options, path, Console(), **keywords)
+
+
+def alive(process_id):
+    """Whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def children_of(process_id):
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[1]) == process_id:
+            found.append(int(stat.parent.name))
+    return found
+
+
+def wait_for(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < end, "timed out"
+        time.sleep(0.02)
+    return value
+
+
+# ---- The whole ----------------------------------------------------------------------------------
+
+
+def test_a_sweep_finds_the_fast_algorithm_and_proves_it(double, tmp_path):
+    result = run(double(), tmp_path / "s.json")
+    winner = result.winner
+    assert winner["faster"] and winner["difference"] is None
+    assert winner["comparison"]["ratio"] > 2
+    assert winner["algorithm"]["split_k"] == 1 and winner["algorithm"]["tile"] == 4
+    data = json.loads((tmp_path / "s.json").read_text())
+    assert data == result.data and data["finished"]
+    assert data["heuristic"][0]["algorithm"]["split_k"] == -2
+    first, second = data["generations"]
+    assert first["checked"] == first["total"] > 60 and second["checked"] == second["total"]
+    assert sum(first["refused"].values()) + len(first["accepted"]) <= first["total"]
+    assert first["refused"]["AlgoCheck CUBLAS_STATUS_NOT_SUPPORTED"] > 20
+    assert len(data["final"]["rounds"]) == 5
+    assert all(
+        len(pairs) == 1 + len(data["final"]["finalists"]) for pairs in data["final"]["rounds"]
+    )
+    text = report.markdown(result)
+    assert "TEST DOUBLE" in text and "times say nothing of any chip" in text
+    assert os.uname().nodename not in text + json.dumps(data)
+    assert str(tmp_path) not in text + json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    "shape", [("bf16", 5, 24, 40), ("fp16", 5, 24, 40), ("fp8_e4m3", 5, 16, 32)]
+)
+def test_every_type_is_swept(double, tmp_path, shape):
+    rules = CALM.replace("70:4", "66:4")
+    result = run(double(rules), tmp_path / "s.json", shape=shape)
+    assert result.winner is not None
+    assert promote.pin_of(result).type == shape[0]
+
+
+def test_no_answer_of_the_heuristic_is_a_reason(double, tmp_path):
+    machine = double(f"set:heuristic_status=15;{CALM}")
+    with pytest.raises(
+        CommandError, match="nothing to compare with: heuristic CUBLAS_STATUS_NOT_S"
+    ):
+        run(machine, tmp_path / "s.json")
+    assert not (tmp_path / "s.json").exists()
+
+
+# ---- What kills, hangs, refuses -------------------------------------------------------------------
+
+
+def test_a_crash_and_a_hang_in_algo_check_are_recorded_and_the_sweep_goes_on(
+    double, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(session, "CHECK_S", 1.0)
+    rules = f"check:tile=4,stages=36,cluster=7:crash;check:tile=9,cluster=3,stages=36:hang;{CALM}"
+    result = run(double(rules), tmp_path / "s.json")
+    lost = {(e["algorithm"]["tile"], e["algorithm"]["cluster"]): e for e in result.data["lost"]}
+    assert lost[4, 7]["reason"] == "killed by SIGSEGV" and lost[4, 7]["stage"] == "check"
+    assert lost[9, 3]["reason"] == "hung: no answer within 1 s, killed"
+    assert result.winner is not None
+    first = result.data["generations"][0]
+    assert first["checked"] == first["total"]
+    assert "rejected in check" in report.markdown(result)
+
+
+def test_a_kernel_that_kills_twice_is_not_asked_about_again(double, tmp_path):
+    machine = double(f"check:tile=9:crash;{CALM}")
+    with Session(machine) as open_session:
+        problem = sweep.make_problem(machine, *SHAPE)
+        asked = [(i, Algorithm(70, tile, 36, cluster=i % 50 + 2)) for tile in (9, 4) for i in
+                 (range(40) if tile == 9 else range(40, 50))]  # fmt: skip
+        losses = sweep.Counter()
+        accepted, refused, lost = open_session.check(problem, asked, losses)
+    assert [one.reason for one in lost] == ["killed by SIGSEGV"] * 2
+    assert refused[session.NOT_ASKED] == 38
+    assert [number for number, _ in accepted] == list(range(40, 50))
+    assert losses == {kernel_of(asked[0][1]): 2}
+
+
+def test_no_candidate_is_skipped_or_asked_twice_around_crashes(double):
+    """The crashing ones at the start, the end and side by side; the rest all answered, in a batch."""
+    bad = (0, 1, 7, 8, 19)
+    rules = ";".join(f"check:custom={i}:crash" for i in bad)
+    machine = double(f"{rules};{ANSWERS};check:tile=4:pass;check:tile=5:pass;check::refuse")
+    asked = [(i, Algorithm(70, 4 + i % 2, 30 + i, custom=i)) for i in range(20)]
+    asked = [(i, Algorithm(70, a.tile, 1 + i, custom=i)) for i, a in asked]
+    with Session(machine) as open_session:
+        problem = sweep.make_problem(machine, *SHAPE)
+        accepted, refused, lost = open_session.check(problem, asked, sweep.Counter())
+    assert sorted(one.number for one in lost) == list(bad)
+    assert sorted(number for number, _ in accepted) == [i for i in range(20) if i not in bad]
+    assert not refused
+
+
+def test_a_crash_and_a_hang_at_launch_are_recorded_and_the_sweep_goes_on(
+    double, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(session, "MEASURE_S", 1.5)
+    rules = f"run:cluster=5:crash;run:cluster=6:hang;run:cluster=8:refuse;{CALM}"
+    result = run(double(rules), tmp_path / "s.json", sweep.Options(5, budget_s=None, finalists=2))
+    reasons = {(e["algorithm"]["cluster"], e["stage"]): e["reason"] for e in result.data["lost"]}
+    assert reasons[5, "screen"] == "killed by SIGSEGV"
+    assert reasons[6, "screen"] == "hung: no answer within 1.5 s, killed"
+    assert reasons[8, "screen"].startswith("cublasLtMatmul CUBLAS_STATUS_NOT_SUPPORTED for id 70")
+    assert result.winner is not None
+    timed = [entry["algorithm"]["cluster"] for entry in result.data["screened"]]
+    assert not {5, 6, 8} & set(timed)
+
+
+def test_a_finalist_that_dies_leaves_the_final_and_the_others_start_it_anew(
+    double, tmp_path, monkeypatch
+):
+    real, calls = Session.round, []
+
+    def dying(self, finalists, number):
+        calls.append(number)
+        if len(calls) == 3:
+            self._drop_timer()
+            raise ChildLost("killed by SIGBUS", 1)
+        return real(self, finalists, number)
+
+    monkeypatch.setattr(Session, "round", dying)
+    result = run(double(), tmp_path / "s.json")
+    (lost,) = result.data["lost"]
+    assert (lost["stage"], lost["reason"]) == ("final", "killed by SIGBUS")
+    assert lost["algorithm"] not in result.data["final"]["finalists"]
+    assert calls[:3] == [-1, 0, 1] and calls[3:] == [-1, 0, 1, 2, 3, 4]
+
+
+def test_a_library_that_always_dies_ends_the_sweep_with_a_reason(double, tmp_path, monkeypatch):
+    monkeypatch.setattr(session, "MAX_LOST", 3)
+    with pytest.raises(CommandError, match="4 candidates took their process with them"):
+        run(double(f"check::crash;{CALM}"), tmp_path / "s.json")
+    assert len(json.loads((tmp_path / "s.json").read_text())["lost"]) == 4
+
+
+# ---- Bytes and noise ------------------------------------------------------------------------------
+
+
+def test_other_bytes_do_not_win(double, tmp_path):
+    """Everything that is fast is wrong in its last bit: no pin, and the coordinate is named."""
+    result = run(double(f"check:split_k=-2:refuse;{CALM};run::wrong"), tmp_path / "s.json")
+    assert result.winner is None
+    entry = result.data["verdict"]["candidates"][0]
+    assert entry["faster"]
+    assert entry["difference"]["first"] == [15, 63] and entry["difference"]["elements"] == 1
+    assert "no candidate gives the heuristic's bytes" in result.data["verdict"]["reason"]
+    with pytest.raises(promote.NothingToPin, match="no candidate gives the heuristic's bytes"):
+        promote.pin_of(result)
+    pin = promote.pin_of(result, allow_inexact=True)
+    assert "NOT byte-exact: 1 of 1,024 elements differ" in pin.evidence
+    assert "--allow-inexact" in pin.evidence
+
+
+def test_as_fast_as_the_heuristic_is_not_faster(double, tmp_path):
+    result = run(double(f"{ANSWERS};{ONLY_TILE_4};run::slow=4000"), tmp_path / "s.json")
+    assert result.winner is None
+    assert (
+        "no byte-exact candidate is faster by more than the noise"
+        in (result.data["verdict"]["reason"])
+    )
+
+
+def test_the_heuristics_own_algorithm_never_wins():
+    """It was lucky in every round; a pin for it would pin nothing."""
+    own = {"id": 1, "tile": 4, "stages": 1}
+    pair = {"heuristic_s": 2.0, "s": 1.0, "difference": None}
+    data = {
+        "heuristic": [{"algorithm": own}],
+        "screened": [{"algorithm": own, "difference": None, "workspace_bytes": 0, "waves": 1}],
+        "final": {"finalists": [own], "rounds": [[dict(pair, s=2.0), pair]] * 4},
+        "measured_with": {"reproducible": True},
+    }
+    assert sweep.judge(data)["winner"] is None
+    data["heuristic"] = [{"algorithm": {**own, "tile": 5}}]
+    assert sweep.judge(data)["winner"] == 0
+    data["measured_with"]["reproducible"] = False
+    assert sweep.judge(data)["winner"] is None
+    assert "differs from run to run" in sweep.judge(data)["reason"]
+
+
+@given(st.lists(st.floats(0.5, 2.0), min_size=4, max_size=40))
+def test_a_candidate_that_is_the_heuristic_again_is_within_its_own_noise(samples):
+    """Whatever the samples: A/A is never faster and never slower than its own noise."""
+    again = samples[1:] + samples[:1]
+    itself = verdict.compare(samples, again)
+    noise = verdict.noise_of(itself)
+    assert not itself.faster(noise) and not itself.slower(noise)
+    # ... and a candidate twice as fast is, where the noise is below that.
+    halved = verdict.compare(samples, [s / 4 for s in samples])
+    assert halved.faster(1.0) and not halved.slower(1.0)
+
+
+def test_faster_needs_ratio_and_rounds():
+    mostly = verdict.compare([1.0] * 4, [0.5, 0.5, 0.5, 2.0])
+    assert mostly.ratio == 2 and mostly.wins == 0.75 and mostly.faster(0.5)
+    assert not mostly.faster(1.0)
+    half = verdict.compare([1.0] * 4, [0.5, 0.5, 1.1, 1.1])
+    assert half.ratio > 1.2 and not half.faster(0.1)
+    with pytest.raises(ValueError, match="rounds must be pairs, got 2 of the heuristic and 1"):
+        verdict.compare([1, 2], [1])
+
+
+def test_noise_is_the_spread_of_rounds_or_the_shift_of_medians():
+    assert verdict.noise_of(verdict.compare([1.0] * 11, [1.0] * 11)) == 0
+    base = [1.0] * 11
+    spread = verdict.compare(base, [1 + 0.01 * (i - 5) for i in range(11)])
+    assert verdict.noise_of(spread) == pytest.approx(0.04, rel=0.05)
+    shifted = verdict.compare(base, [1.25] * 11)
+    assert verdict.noise_of(shifted) == pytest.approx(0.2)
+
+
+# ---- The measurement itself -----------------------------------------------------------------------
+
+
+def measurement(machine, shape, **changes):
+    planner = lt.Planner(machine.library, "never")
+    values = {**sweep.make_problem(machine, *shape), **changes}
+    values["device"] = lt.DeviceInfo(**values["device"])
+    problem = lt.Problem(**values)
+    return measure.Measurement(lt, planner, problem, device="cpu", seed=3)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [("nvfp4", 5, 24, 96), ("bf16", 5, 24, 40), ("fp16", 5, 24, 40), ("fp8_e4m3", 5, 24, 48)],
+)
+@pytest.mark.parametrize(
+    "changes", [{}, {"ldd": 32}, {"bias": "bf16"}, {"alpha": "device"}], ids=str
+)
+def test_operands_are_random_and_the_reference_is_their_product(double, shape, changes):
+    rules = ANSWERS if shape[0] == "nvfp4" else ANSWERS.replace("70:", "66:")
+    own = measurement(double(rules), shape, **changes)
+    kind, _, n, _ = shape
+    buffers = own._buffers
+    (a, a_scale), (b, b_scale) = buffers._operands[0]
+    if kind == "nvfp4":
+        dense = [
+            torch.ops.nvfp4.dequantize(data, scale, None, swizzled=True).double()
+            for data, scale in ((a, a_scale), (b, b_scale))
+        ]
+    else:
+        dense = [
+            t.double() * (1 if s is None else s.double()) for t, s in ((a, a_scale), (b, b_scale))
+        ]
+    assert all(tensor.unique().numel() > 10 for tensor in dense)
+    expected = dense[0] @ dense[1].T
+    if changes.get("bias"):
+        expected = expected + buffers._bias.double()
+    torch.testing.assert_close(own._reference[:, :n].double(), expected, rtol=2**-7, atol=1e-3)
+    outside = own._reference[:, n:].contiguous().view(torch.uint8)
+    assert (outside == measure.POISON).all()
+    assert own.describe()["reproducible"]
+    addresses = [value for value in buffers.addresses(64)[0].values() if value]
+    assert all(value % 256 == 0 for value in addresses if value > 1 << 16)
+
+
+def test_what_a_run_leaves_unwritten_is_seen(double):
+    own = measurement(double(ANSWERS), SHAPE)
+    baseline = own._baseline
+
+    class Lazy:
+        plan = type("Plan", (), {"workspace_bytes": 0})()
+
+        def run(self, number):
+            pass  # returns at once, as a kernel that was never launched
+
+    pair = own._pair(Lazy(), swap=False)
+    assert pair["difference"]["elements"] == 16 * 64
+    assert own._pair(baseline, swap=True)["difference"] is None
+
+
+def test_a_difference_is_counted_located_and_sized():
+    reference = torch.zeros(3, 5, dtype=torch.bfloat16)
+    output = reference.clone()
+    assert measure.difference(output, reference) is None
+    output[1, 2], output[2, 0] = 0.5, -2.0
+    assert measure.difference(output, reference) == {
+        "elements": 2, "of": 15, "first": [1, 2], "got": "0.5", "expected": "0.0", "largest": "2.0",
+    }  # fmt: skip
+    # By bytes: -0 is not 0, and a NaN equals itself.
+    output = reference.clone()
+    output[0, 0] = -0.0
+    assert measure.difference(output, reference)["elements"] == 1
+    reference[0, 0] = output[0, 0] = float("nan")
+    assert measure.difference(output, reference) is None
+
+
+def test_rounds_alternate_and_the_heuristic_is_among_them(double):
+    own = measurement(double(ANSWERS), SHAPE)
+    order = []
+    own._sample = lambda contender: order.append(contender.plan.algorithm["stages"]) or 1.0
+    quick = lt.Algorithm(id=70, tile=4, stages=36)
+    other = lt.Algorithm(id=70, tile=4, stages=35)
+    at = []
+    own.round([quick, other], 0, at.append)
+    assert order == [37, 37, 37, 36, 37, 35] and at == [-1, 0, 1]
+    order.clear(), at.clear()
+    own.round([quick, other], 1, at.append)
+    assert order == [35, 37, 36, 37, 37, 37] and at == [1, 0, -1]
+
+
+# ---- Candidates -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def whole_space(monkeypatch, small_space):
+    monkeypatch.undo()
+
+
+def test_neighbours_are_in_range_unique_and_in_a_fixed_order(whole_space):
+    ranges = candidates.Ranges.of(130100)
+    assert (ranges.tiles[0], ranges.tiles[-1]) == (1, 634)
+    assert 29 not in ranges.stages and 30 not in ranges.stages and 1 not in ranges.clusters
+    seeds = [Algorithm(66, 20, 35, cluster=3, inner=0), Algorithm(66, 23, 35, cluster=5, inner=0)]
+    found = list(candidates.neighbourhood(seeds, ranges, (66, 67)))
+    assert len(found) == len(set(found)) > 5000
+    assert found == list(candidates.neighbourhood(seeds, ranges, (66, 67)))
+    assert not set(seeds) & set(found)
+    for candidate in found:
+        values = dict(zip(candidates.ATTRIBUTES, candidates.to_row(candidate), strict=True))
+        assert lt.out_of_range(lt.Algorithm(**values), 130100) == ""
+    # One of each kind of move, and tile together with cluster.
+    for change in ({"tile": 23}, {"stages": 36}, {"cluster": 2}, {"custom": 1}, {"swizzle": 1},
+                   {"split_k": 4, "reduction": 2}, {"id": 67}, {"tile": 23, "cluster": 2}):  # fmt: skip
+        assert sweep.from_dict({**sweep.asdict(seeds[0]), **change}) in found
+    shapes = {candidates.tile_shape(c.tile) for c in found}
+    assert (128, 128) in shapes and (256, 256) in shapes and (64, 64) in shapes
+    assert (8, 8) not in shapes and (768, 64) not in shapes
+
+
+def test_the_whole_range_is_every_id_tile_stages_and_cluster(whole_space):
+    ranges = candidates.Ranges((4, 5, 6), (35, 36), (0, 2))
+    own = {66: {"tile_ids": [], "stages_ids": []}, 7: {"tile_ids": [1, 2], "stages_ids": [3]}}
+    seeds = [Algorithm(66, 20, 35, swizzle=2, inner=1, cluster=3)]
+    found = list(candidates.exhaustive(seeds, ranges, own))
+    assert len(found) == candidates.exhaustive_count(ranges, own) == 3 * 2 * 2 + 2
+    new = [c for c in found if c.id == 66]
+    assert {(c.tile, c.stages, c.cluster) for c in new} == set(
+        itertools.product((4, 5, 6), (35, 36), (0, 2))
+    )
+    assert all((c.swizzle, c.inner, c.split_k) == (2, 1, 1) for c in new)
+    assert [(c.tile, c.stages, c.cluster) for c in found if c.id == 7] == [
+        (1, 3, None),
+        (2, 3, None),
+    ]
+    everything = candidates.Ranges.of(130100)
+    assert candidates.exhaustive_count(everything, {66: {}}) == 634 * 36 * 51
+
+
+def test_an_exhaustive_sweep_checks_the_whole_range(double, tmp_path):
+    options = sweep.Options(rounds=3, exhaustive=True, finalists=2, budget_s=0.5)
+    result = run(double(), tmp_path / "s.json", options)
+    first = result.data["generations"][0]
+    assert set(first["capabilities"]) == {"66", "70", "71"}
+    assert first["checked"] == first["total"] == len(first["seeds"]) + 3 * 3 * 3 * 7
+    assert result.winner is not None
+    assert "the whole range" in report.markdown(result)
+
+
+def test_seeds_are_the_answers_then_without_split_k_then_the_studys(whole_space):
+    answers = [Algorithm(66, 20, 35, split_k=4, reduction=2), Algorithm(66, 23, 35)]
+    assert candidates.seeds(answers, "bf16") == [*answers, Algorithm(66, 20, 35)]
+    studied = candidates.seeds(answers, "nvfp4")[-1]
+    assert (studied.id, studied.tile, studied.stages, studied.split_k) == (70, 20, 37, 1)
+
+
+def test_an_algorithm_travels_and_is_described():
+    algorithm = Algorithm(66, 23, 35, 2, 1, 1, 3, None, 3)
+    assert candidates.from_row(candidates.to_row(algorithm)) == algorithm
+    assert candidates.describe(algorithm) == (
+        "66, 128x256, 64xAUTO, cluster 2x1x1, split-K 2, reduction 1, swizzle 1, custom 3"
+    )
+
+
+# ---- Killed, resumed, refused ---------------------------------------------------------------------
+
+PROGRAM = """
+import sys
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+from nvfp4_linear.console import Console
+from nvfp4_linear.lab import candidates, sweep
+from nvfp4_linear.lab.session import Session, find_machine
+candidates.near_tiles = lambda tile, ranges: [5, 9]
+candidates.Ranges.of = lambda version: candidates.Ranges((4, 5, 9), tuple(range(1, 29)), (0, 2, 3, 5))
+machine = find_machine()
+sweep.CHECK_BATCH = 16
+sweep.SAVE_S = 0
+with Session(machine) as session:
+    problem = sweep.make_problem(machine, *{shape!r})
+    sweep.sweep(session, problem, sweep.Options(rounds=30, finalists=2, budget_s=2), Path({path!r}),
+                Console())
+"""
+
+
+def start(path):
+    code = PROGRAM.format(tests=str(Path(__file__).parent), shape=SHAPE, path=str(path))
+    return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+
+
+def read(path):
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+STAGES = {
+    "checking": lambda d: d["generations"] and d["generations"][0]["checked"] > 60,
+    "screening": lambda d: len(d["screened"]) > 3,
+    "final": lambda d: d["final"] and len(d["final"]["rounds"]) > 1,
+}
+
+
+def test_killed_at_any_moment_the_file_is_usable_no_process_is_left_and_it_resumes(
+    double, tmp_path
+):
+    """One sweep, killed in each of its stages in turn; then it finishes from where it stood."""
+    double()
+    path = tmp_path / "s.json"
+    before = None
+    for reached in STAGES.values():
+        process = start(path)
+        wait_for(lambda: process.poll() is not None or ((data := read(path)) and reached(data)))  # noqa: B023
+        assert process.poll() is None, process.stderr.read()
+        children = children_of(process.pid)
+        assert children and all(map(alive, children))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        wait_for(lambda: not any(map(alive, children)), seconds=10)  # noqa: B023
+        data = sweep.Result.read(path).data  # whole, and of the right format
+        assert not data["finished"]
+        if before is not None:  # nothing that was done is done again
+            for old, new in zip(before["generations"], data["generations"], strict=False):
+                assert new["checked"] >= old["checked"]
+                assert new["accepted"][: len(old["accepted"])] == old["accepted"]
+            assert data["screened"][: len(before["screened"])] == before["screened"]
+        before = data
+    assert "Not finished" in report.markdown(sweep.Result(path, before))
+    with pytest.raises(promote.NothingToPin, match="is not finished: run the same sweep again"):
+        promote.pin_of(sweep.Result(path, before))
+    process = start(path)
+    assert process.wait(120) == 0, process.stderr.read()
+    data = read(path)
+    assert data["finished"] and data["verdict"]["winner"] is not None
+    assert data["screened"][: len(before["screened"])] == before["screened"]
+    assert len(data["final"]["rounds"]) == 30
+    seen = [tuple(e["algorithm"].values()) for e in data["screened"]]
+    assert len(seen) == len(set(seen))
+
+
+def test_children_die_with_a_parent_even_where_they_hang(double, tmp_path):
+    double(f"check::hang;{CALM}")
+    process = start(tmp_path / "s.json")
+    children = wait_for(lambda: children_of(process.pid))
+    time.sleep(0.5)
+    process.kill()
+    process.wait()
+    wait_for(lambda: not any(map(alive, children)), seconds=10)
+
+
+def test_a_finished_sweep_is_read_and_not_run_again(double, tmp_path, monkeypatch):
+    path = tmp_path / "s.json"
+    first = run(double(), path)
+    stamp = path.stat().st_mtime_ns
+    monkeypatch.setattr(sweep, "_Sweep", None)
+    again = run(double(), path, sweep.Options(rounds=99))
+    assert again.data == first.data and path.stat().st_mtime_ns == stamp
+
+
+@pytest.mark.parametrize("content, message", [
+    (b"{", "is not a sweep result"),
+    (b"[1, 2]", "its format is not"),
+    (b"\xff\x00junk", "is not a sweep result"),
+    (b'{"format": "nvfp4_linear gate 1"}', "its format is not"),
+])  # fmt: skip
+def test_a_file_that_is_no_result_is_not_overwritten(double, tmp_path, content, message):
+    path = tmp_path / "s.json"
+    path.write_bytes(content)
+    with pytest.raises(CommandError, match=message):
+        run(double(), path)
+    assert path.read_bytes() == content
+    assert run(double(), path, restart=True).finished
+
+
+def test_a_result_of_another_question_or_machine_is_not_overwritten(double, tmp_path):
+    path = tmp_path / "s.json"
+    run(double(), path)
+    kept = path.read_bytes()
+    with pytest.raises(
+        CommandError, match=r"of another problem .m: there 16, now 17.: give another"
+    ):
+        run(double(), path, shape=("nvfp4", 17, 64, 64))
+    with pytest.raises(
+        CommandError, match=r"of another machine .cublaslt: there 130100, now 130600"
+    ):
+        run(double(f"set:version=130600;{CALM}"), path)
+    with pytest.raises(
+        CommandError, match=r"of another options .exhaustive: there False, now True"
+    ):
+        run(double(), path, sweep.Options(exhaustive=True))
+    chip = Device((12, 0), 188, name="another chip")
+    with pytest.raises(CommandError, match=r"of another problem .device"):
+        run(double(chip=chip), path)
+    assert path.read_bytes() == kept
+
+
+# ---- Children -------------------------------------------------------------------------------------
+
+
+def test_a_child_reports_death_silence_and_errors(double):
+    machine = double(f"check:custom=1:crash;{CALM}")
+    problem = sweep.make_problem(machine, *SHAPE)
+    rows = [candidates.to_row(Algorithm(70, 4, 36, custom=custom)) for custom in (0, 1)]
+    with (
+        Child(machine.library) as child,
+        pytest.raises(ChildLost, match="killed by SIGSEGV") as lost,
+    ):
+        child.ask("check", timeout=20, problem=problem, rows=rows, numbers=[30, 31])
+    assert lost.value.number == 31
+    with (
+        Child(machine.library) as child,
+        pytest.raises(ChildLost, match="AttributeError: 'Worker' object has no attribute '_sing'"),
+    ):
+        child.ask("sing", timeout=20)
+    with Child(machine.library) as child:
+        os.kill(child.process_id, signal.SIGSTOP)
+        with pytest.raises(ChildLost, match=r"hung: no answer within 0.5 s, killed"):
+            child.ask("library", timeout=0.5)
+    with pytest.raises(ChildLost, match="killed by SIGKILL"), Child(machine.library) as child:
+        assert child.ask("library", timeout=20)["version"] == 130100
+        os.kill(child.process_id, signal.SIGKILL)
+        child.ask("library", timeout=20)
+
+
+def test_a_session_leaves_no_process_behind(double, tmp_path):
+    machine = double()
+    with Session(machine) as open_session:
+        problem = sweep.make_problem(machine, *SHAPE)
+        open_session.heuristic(problem, 1)
+        open_session.prepare(problem, 0)
+        ids = list(open_session.child_ids())
+        assert len(ids) == 2 and all(map(alive, ids))
+    assert not any(map(alive, ids))
+
+
+def test_a_checking_child_does_not_import_torch(double):
+    machine = double()
+    with Session(machine) as open_session:
+        open_session.heuristic(sweep.make_problem(machine, *SHAPE), 1)
+        (process_id,) = open_session.child_ids()
+        assert "libtorch" not in Path(f"/proc/{process_id}/maps").read_text()
+
+
+# ---- The command and the pin ----------------------------------------------------------------------
+
+
+def command(*arguments):
+    return cli.main(["sweep", *map(str, arguments)])
+
+
+@pytest.fixture
+def quick(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    size = ("--m", 16, "--n", 64, "--k", 64)
+    return (*size, "--rounds", 5, "--finalists", 2, "--budget", 0.5)
+
+
+def test_the_command_sweeps_reports_and_pins(double, tmp_path, quick, capsys):
+    double()
+    pins = tmp_path / "my.pins"
+    other = Pin(Algorithm(1, 2, 3), (9, 0), type="bf16", n=8, k=16, evidence="kept")
+    algorithms.save_pins(pins, [other])
+    assert command(*quick, "--pin", pins, "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["ok"] and document["result"] == "sweep_nvfp4_16x64x64.json"
+    assert (
+        (tmp_path / "sweep_nvfp4_16x64x64.md").read_text().startswith("# Sweep: nvfp4 16 x 64 x 64")
+    )
+    kept, pin = promote.read_rows(pins)
+    assert kept == other and pin == Pin.from_text(document["pin"])
+    winner = document["verdict"]["candidates"][document["verdict"]["winner"]]
+    assert sweep.asdict(pin.algorithm) == winner["algorithm"]
+    assert None not in winner["algorithm"].values() and len(winner["algorithm"]) == 9
+    assert (pin.cc, pin.sm_count, pin.type, pin.n, pin.k) == ((12, 1), 48, "nvfp4", 64, 64)
+    assert (pin.m_min, pin.m_max) == (16, 16)
+    assert (pin.version_min, pin.version_max) == (130100, 130100)
+    date = json.loads((tmp_path / "sweep_nvfp4_16x64x64.json").read_text())["date"]
+    assert pin.evidence.startswith(f"sweep_nvfp4_16x64x64.json, {date}: ")
+    assert "x the heuristic at m=16" in pin.evidence and "byte-exact (test double" in pin.evidence
+    # It is a pin that the planner takes, for that problem and no other.
+    planner = lt.Planner(lab_double.build())
+    planner.pin(lt.Pin.parse(pin.to_text()))
+    gb10 = lt.DeviceInfo(12, 1, 48)
+    assert planner.plan(lt.Problem("nvfp4", 16, 64, 64, gb10)).rung == "cublaslt-pinned"
+    assert planner.plan(lt.Problem("nvfp4", 17, 64, 64, gb10)).rung == "cublaslt-heuristic"
+    # Pinned again with a range: replaces nothing but its own conditions, and needs no new sweep.
+    assert command(*quick, "--pin", pins, "--m-range", "9:16") == 0
+    assert [row.m_min for row in promote.read_rows(pins)] == [1, 16, 9]
+    assert command(*quick, "--pin", pins, "--m-range", "9:16") == 0
+    assert [row.m_min for row in promote.read_rows(pins)] == [1, 16, 9]
+    assert command(*quick, "--pin", pins, "--m-range", "1:8") == 1
+    assert "must hold the M that was measured, 16, got 1:8" in capsys.readouterr().err
+
+
+def test_no_pin_is_written_where_nothing_is_better(double, tmp_path, quick, capsys):
+    double(f"{ANSWERS};{ONLY_TILE_4};run::slow=4000")
+    pins = tmp_path / "my.pins"
+    assert command(*quick, "--pin", pins) == 0
+    assert "no pin written: nothing to pin: no byte-exact candidate" in capsys.readouterr().out
+    assert not pins.exists()
+
+
+def test_inexact_pins_are_asked_for_by_name_and_say_so(double, tmp_path, quick, capsys):
+    double(f"{CALM};run::wrong")
+    pins = tmp_path / "my.pins"
+    assert command(*quick, "--pin", pins) == 0 and not pins.exists()
+    assert command(*quick, "--pin", pins, "--allow-inexact") == 0
+    assert "NOT byte-exact" in promote.read_rows(pins)[0].evidence
+
+
+@pytest.mark.parametrize("content, message", [
+    (b"# my notes\n", "line 1 is a comment, which rewriting would lose"),
+    (b"id=1\n", "line 1: a pin needs "),
+    (b"\xff\xfe", "is not a pin file"),
+    (b"x" * (2 << 20), "is larger than a pin file can be"),
+])  # fmt: skip
+def test_a_pin_file_that_cannot_be_kept_whole_is_not_rewritten(
+    double, tmp_path, quick, capsys, content, message
+):
+    double()
+    pins = tmp_path / "my.pins"
+    pins.write_bytes(content)
+    assert command(*quick, "--pin", pins) == 1
+    assert message in capsys.readouterr().err
+    assert pins.read_bytes() == content
+
+
+def test_without_matplotlib_the_plot_is_left_out_with_a_remedy(
+    double, tmp_path, quick, capsys, monkeypatch
+):
+    double()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert command(*quick) == 0
+    out = capsys.readouterr().out
+    assert "no plot: matplotlib is not installed (pip install matplotlib)" in out
+    assert not list(tmp_path.glob("*.png"))
+
+
+def test_the_plot_shows_screen_and_final(double, tmp_path):
+    pytest.importorskip("matplotlib", reason="needs matplotlib")
+    result = run(double(), tmp_path / "s.json")
+    assert report.write(result)[-1] == "wrote s.png"
+    assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_where_nothing_can_be_timed_the_reason_and_remedy_are_said(monkeypatch):
+    if torch.cuda.is_available():
+        pytest.skip("needs a machine without a GPU, found one")
+    monkeypatch.delenv("NVFP4_CUBLASLT_LIBRARY", raising=False)
+    if algorithms.library()["unavailable"]:
+        pytest.skip("needs a cuBLASLt, found none")
+    with pytest.raises(CommandError, match=r"timed on a CUDA GPU.*name a test double"):
+        find_machine()
+    with pytest.raises(CommandError, match="described to a test double only"):
+        find_machine(chip=Device((12, 1), 48))
+    with pytest.raises(CommandError, match="could not be loaded"):
+        find_machine(library="/nowhere/libcublasLt.so.13")
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (("--m", "0", "--n", 64, "--k", 64), "must be a positive integer, got 0"),
+    (("--m", 16, "--n", 64, "--k", 64, "--budget", "-1"), "must be above 0, got -1"),
+    (("--m", 16, "--n", 64, "--k", 64, "--m-range", "9"), "must look like 2049:4096, got '9'"),
+    (("--m", 16, "--n", 64, "--k", 64, "--cc", "12"), "must look like 12.1, got '12'"),
+    (("--m", 16, "--n", 64, "--k", 64, "--type", "int8"), "invalid choice"),
+    (("--m", 16, "--n", 64), "required: --k"),
+])  # fmt: skip
+def test_a_command_line_that_makes_no_sense_is_refused(capsys, arguments, message):
+    with pytest.raises(SystemExit) as left:
+        command(*arguments)
+    assert left.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_out_must_be_json_and_a_chip_whole(double, quick, capsys):
+    double()
+    assert command(*quick, "--out", "x.txt") == 1
+    assert "--out must end in .json, got x.txt" in capsys.readouterr().err
+    assert command(*quick, "--cc", "12.1") == 1
+    assert "--cc and --sms go together" in capsys.readouterr().err
