@@ -6,7 +6,6 @@ import os
 import platform
 import re
 from dataclasses import asdict
-from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any

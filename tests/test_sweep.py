@@ -24,7 +24,7 @@ from nvfp4_linear import _cublaslt as lt
 from nvfp4_linear import algorithms, cli
 from nvfp4_linear.algorithms import Algorithm, Device, Pin
 from nvfp4_linear.console import CommandError, Console
-from nvfp4_linear.lab import candidates, measure, promote, report, session, sweep, verdict
+from nvfp4_linear.lab import candidates, commands, measure, promote, report, session, sweep, verdict
 from nvfp4_linear.lab.children import Child, ChildLost
 from nvfp4_linear.lab.session import Session, find_machine, kernel_of
 
@@ -39,7 +39,8 @@ QUICK = sweep.Options(rounds=5, finalists=3, budget_s=0.6)
 SHAPE = ("nvfp4", 16, 64, 64)
 
 
-RANGES = candidates.Ranges((4, 5, 9), (35, 36, 37), (0, 2, 3, 5, 6, 7, 8))
+RANGES_OF = ((4, 5, 9), (35, 36, 37), (0, 2, 3, 5, 6, 7, 8))
+RANGES = candidates.Ranges(*RANGES_OF)
 
 
 @pytest.fixture(autouse=True)
@@ -68,6 +69,75 @@ def run(machine, path, options=QUICK, shape=SHAPE, **keywords):
     with Session(machine) as open_session:
         problem = sweep.make_problem(machine, *shape)
         return sweep.sweep(open_session, problem, options, path, Console(), **keywords)
+
+
+class Scripted:
+    """A session without processes: `time(algorithm)` in seconds, `wrong(algorithm)` for its bytes."""
+
+    heuristic_first = Algorithm(70, 4, 37, -2, inner=0, cluster=0)
+    DIFFERENCE = {"elements": 1, "of": 1024, "first": [15, 63], "got": "1.0", "expected": "0.5",
+                  "largest": "0.5"}  # fmt: skip
+
+    def __init__(self, time=lambda a: 1.0, wrong=lambda a: False, dies=lambda calls: False):
+        self.machine = session.Machine("/nowhere", session.DOUBLE_CHIP, test_double=True)
+        self.time, self.wrong, self.dies = time, wrong, dies
+        self.calls, self.asked, self.jitter = [], [], itertools.cycle((1.0, 1.004, 0.997, 1.002))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def version(self):
+        return 130100
+
+    def heuristic(self, problem, count):
+        quick = sweep.asdict(Algorithm(70, 4, 36, inner=0, cluster=0))
+        answers = (sweep.asdict(self.heuristic_first), quick)
+        return [{"algorithm": a, "workspace_bytes": 0, "waves": 1.0} for a in answers]
+
+    def capabilities(self, problem):
+        return {70: {"tile_ids": [], "stages_ids": []}, 1: {"tile_ids": [1], "stages_ids": [2]}}
+
+    def check(self, problem, asked, losses):
+        self.asked += [algorithm for _, algorithm in asked]
+        answer = {"workspace_bytes": 0, "waves": 1.0}
+        kept = [(n, a) for n, a in asked if a.tile == 4 and a.reduction == 0]
+        accepted = [(n, {"algorithm": sweep.asdict(a), **answer}) for n, a in kept]
+        return accepted, {"refused": len(asked) - len(accepted)}, []
+
+    def prepare(self, problem, seed):
+        first = sweep.asdict(self.heuristic_first)
+        return {"baseline": first, "reproducible": True, "torch": "2.0"}
+
+    def _pair(self, algorithm):
+        times = (self.time(self.heuristic_first), self.time(algorithm))
+        base, own = (t * next(self.jitter) for t in times)
+        return {"heuristic_s": base, "s": own,
+                "difference": self.DIFFERENCE if self.wrong(algorithm) else None}  # fmt: skip
+
+    def screen(self, algorithm, samples):
+        pair = self._pair(algorithm)
+        return {**pair, "heuristic_s": [pair["heuristic_s"]], "s": [pair["s"]]}
+
+    def round(self, finalists, number):
+        self.calls.append(number)
+        if self.dies(self.calls):
+            raise ChildLost("killed by SIGBUS", 1)
+        return [self._pair(algorithm) for algorithm in (self.heuristic_first, *finalists)]
+
+
+def fast(algorithm):
+    """The second answer's cluster 5 is best, everything without split-K beats the heuristic."""
+    if algorithm.split_k != 1:
+        return 1.0
+    return 0.4 if algorithm.cluster == 5 else 0.5
+
+
+def scripted(path, opened, options=None, shape=SHAPE, **keywords):
+    problem = sweep.make_problem(opened.machine, *shape)
+    return sweep.sweep(opened, problem, options or QUICK, path, Console(), **keywords)
 
 
 def alive(process_id):
@@ -124,14 +194,31 @@ def test_a_sweep_finds_the_fast_algorithm_and_proves_it(double, tmp_path):
     assert str(tmp_path) not in text + json.dumps(data)
 
 
-@pytest.mark.parametrize(
-    "shape", [("bf16", 5, 24, 40), ("fp16", 5, 24, 40), ("fp8_e4m3", 5, 16, 32)]
-)
-def test_every_type_is_swept(double, tmp_path, shape):
-    rules = CALM.replace("70:4", "66:4")
-    result = run(double(rules), tmp_path / "s.json", shape=shape)
-    assert result.winner is not None
-    assert promote.pin_of(result).type == shape[0]
+def test_a_second_generation_starts_from_the_best(tmp_path):
+    """Cluster 5 is best: only then is a custom option tried together with it."""
+    opened = Scripted(lambda a: fast(a) / (2 if (a.cluster, a.custom) == (5, 3) else 1))
+    result = scripted(tmp_path / "s.json", opened)
+    first, second = result.data["generations"]
+    assert any(seed["cluster"] == 5 and seed["custom"] == 0 for seed in second["seeds"])
+    winner = result.winner["algorithm"]
+    assert (winner["cluster"], winner["custom"]) == (5, 3)
+    found = [(a["algorithm"]["cluster"], a["algorithm"]["custom"]) for a in first["accepted"]]
+    assert (5, 0) in found and (5, 3) not in found
+    assert result.winner["comparison"]["ratio"] == pytest.approx(5, rel=0.02)
+
+
+def test_time_goes_to_what_is_near_the_seeds_first(tmp_path, monkeypatch):
+    clock = itertools.count()
+    monkeypatch.setattr(sweep.time, "monotonic", lambda: next(clock))
+    options = sweep.Options(rounds=5, finalists=3, budget_s=30)
+    result = scripted(tmp_path / "s.json", Scripted(fast), options)
+    screened = [entry["algorithm"] for entry in result.data["screened"]]
+    first, second = result.data["generations"]
+    accepted = [a["algorithm"] for g in (first, second) for a in g["accepted"]]
+    assert 5 < len(screened) < len(accepted)
+    in_first = [a for a in screened if any(a == b["algorithm"] for b in first["accepted"])]
+    near = [sweep._distance({"algorithm": a}, first["seeds"]) for a in in_first]
+    assert near[0] == 0 and near == sorted(near) and 0 < len(in_first) < len(screened)
 
 
 def test_no_answer_of_the_heuristic_is_a_reason(double, tmp_path):
@@ -205,24 +292,14 @@ def test_a_crash_and_a_hang_at_launch_are_recorded_and_the_sweep_goes_on(
     assert not {5, 6, 8} & set(timed)
 
 
-def test_a_finalist_that_dies_leaves_the_final_and_the_others_start_it_anew(
-    double, tmp_path, monkeypatch
-):
-    real, calls = Session.round, []
-
-    def dying(self, finalists, number):
-        calls.append(number)
-        if len(calls) == 3:
-            self._drop_timer()
-            raise ChildLost("killed by SIGBUS", 1)
-        return real(self, finalists, number)
-
-    monkeypatch.setattr(Session, "round", dying)
-    result = run(double(), tmp_path / "s.json")
+def test_a_finalist_that_dies_leaves_the_final_and_the_others_start_it_anew(tmp_path):
+    opened = Scripted(fast, dies=lambda calls: len(calls) == 3)
+    result = scripted(tmp_path / "s.json", opened)
     (lost,) = result.data["lost"]
     assert (lost["stage"], lost["reason"]) == ("final", "killed by SIGBUS")
     assert lost["algorithm"] not in result.data["final"]["finalists"]
-    assert calls[:3] == [-1, 0, 1] and calls[3:] == [-1, 0, 1, 2, 3, 4]
+    assert opened.calls == [-1, 0, 1, -1, 0, 1, 2, 3, 4]
+    assert result.winner is not None
 
 
 def test_a_library_that_always_dies_ends_the_sweep_with_a_reason(double, tmp_path, monkeypatch):
@@ -235,23 +312,44 @@ def test_a_library_that_always_dies_ends_the_sweep_with_a_reason(double, tmp_pat
 # ---- Bytes and noise ------------------------------------------------------------------------------
 
 
-def test_other_bytes_do_not_win(double, tmp_path):
+def test_other_bytes_do_not_win(tmp_path):
     """Everything that is fast is wrong in its last bit: no pin, and the coordinate is named."""
-    result = run(double(f"check:split_k=-2:refuse;{CALM};run::wrong"), tmp_path / "s.json")
+    opened = Scripted(fast, wrong=lambda a: a.split_k == 1)
+    result = scripted(tmp_path / "s.json", opened)
     assert result.winner is None
     entry = result.data["verdict"]["candidates"][0]
-    assert entry["faster"]
-    assert entry["difference"]["first"] == [15, 63] and entry["difference"]["elements"] == 1
-    assert "no candidate gives the heuristic's bytes" in result.data["verdict"]["reason"]
-    with pytest.raises(promote.NothingToPin, match="no candidate gives the heuristic's bytes"):
+    assert entry["faster"] and entry["difference"]["first"] == [15, 63]
+    assert "no byte-exact candidate is faster" in result.data["verdict"]["reason"]
+    with pytest.raises(promote.NothingToPin, match="no byte-exact candidate is faster"):
         promote.pin_of(result)
     pin = promote.pin_of(result, allow_inexact=True)
-    assert "NOT byte-exact: 1 of 1,024 elements differ" in pin.evidence
+    assert "NOT byte-exact: 1 of 1,024 elements differ by up to 0.5" in pin.evidence
     assert "--allow-inexact" in pin.evidence
+    everything = scripted(tmp_path / "t.json", Scripted(fast, wrong=lambda a: True))
+    assert everything.winner is None
+    everything.data["measured_with"]["reproducible"] = True
+    for pairs in everything.data["final"]["rounds"]:
+        pairs[0]["difference"] = None  # the heuristic's own
+    reason = sweep.judge(everything.data)["reason"]
+    assert reason == "no candidate gives the heuristic's bytes"
 
 
-def test_as_fast_as_the_heuristic_is_not_faster(double, tmp_path):
-    result = run(double(f"{ANSWERS};{ONLY_TILE_4};run::slow=4000"), tmp_path / "s.json")
+def test_bytes_that_differ_in_one_round_only_are_different(tmp_path):
+    class Late(Scripted):
+        def round(self, finalists, number):
+            pairs = super().round(finalists, number)
+            if number == 3:
+                pairs[1]["difference"] = self.DIFFERENCE
+            return pairs
+
+    result = scripted(tmp_path / "s.json", Late(fast))
+    first = result.data["final"]["finalists"][0]
+    entry = next(e for e in result.data["verdict"]["candidates"] if e["algorithm"] == first)
+    assert entry["difference"] and result.winner["algorithm"] != first
+
+
+def test_as_fast_as_the_heuristic_is_not_faster(tmp_path):
+    result = scripted(tmp_path / "s.json", Scripted())
     assert result.winner is None
     assert (
         "no byte-exact candidate is faster by more than the noise"
@@ -266,7 +364,7 @@ def test_the_heuristics_own_algorithm_never_wins():
     data = {
         "heuristic": [{"algorithm": own}],
         "screened": [{"algorithm": own, "difference": None, "workspace_bytes": 0, "waves": 1}],
-        "final": {"finalists": [own], "rounds": [[dict(pair, s=2.0), pair]] * 4},
+        "final": {"finalists": [own], "rounds": [[dict(pair, s=2.0), pair]] * 5},
         "measured_with": {"reproducible": True},
     }
     assert sweep.judge(data)["winner"] is None
@@ -277,35 +375,43 @@ def test_the_heuristics_own_algorithm_never_wins():
     assert "differs from run to run" in sweep.judge(data)["reason"]
 
 
-@given(st.lists(st.floats(0.5, 2.0), min_size=4, max_size=40))
+@given(st.lists(st.floats(0.5, 2.0), min_size=5, max_size=40))
 def test_a_candidate_that_is_the_heuristic_again_is_within_its_own_noise(samples):
     """Whatever the samples: A/A is never faster and never slower than its own noise."""
     again = samples[1:] + samples[:1]
     itself = verdict.compare(samples, again)
     noise = verdict.noise_of(itself)
     assert not itself.faster(noise) and not itself.slower(noise)
-    # ... and a candidate twice as fast is, where the noise is below that.
-    halved = verdict.compare(samples, [s / 4 for s in samples])
-    assert halved.faster(1.0) and not halved.slower(1.0)
+    # ... and a candidate four times as fast is, where the noise is below that.
+    quarter = verdict.compare(samples, [s / 4 for s in samples])
+    assert quarter.faster(1.0) and not quarter.slower(1.0)
 
 
 def test_faster_needs_ratio_and_rounds():
-    mostly = verdict.compare([1.0] * 4, [0.5, 0.5, 0.5, 2.0])
-    assert mostly.ratio == 2 and mostly.wins == 0.75 and mostly.faster(0.5)
-    assert not mostly.faster(1.0)
-    half = verdict.compare([1.0] * 4, [0.5, 0.5, 1.1, 1.1])
-    assert half.ratio > 1.2 and not half.faster(0.1)
+    mostly = verdict.compare([1.0] * 20, [0.5] * 15 + [2.0] * 5)
+    assert (mostly.ratio, mostly.wins, mostly.losses) == (2, 15, 5)
+    assert mostly.faster(0.5) and not mostly.faster(1.0) and not mostly.slower(0)
+    barely = verdict.compare([1.0] * 20, [0.5] * 14 + [2.0] * 6)
+    assert barely.ratio == 2 and not barely.faster(0.5)
+    back = verdict.compare([0.5] * 15 + [2.0] * 5, [1.0] * 20)
+    assert back.slower(0.4) and not back.slower(0.5) and not back.faster(0)
+    assert verdict.compare([1.0] * 5, [0.5] * 5).faster(0.5)
+    assert not verdict.compare([1.0] * 4, [0.5] * 4).faster(0.5)
     with pytest.raises(ValueError, match="rounds must be pairs, got 2 of the heuristic and 1"):
         verdict.compare([1, 2], [1])
 
 
-def test_noise_is_the_spread_of_rounds_or_the_shift_of_medians():
+def test_noise_is_the_spread_of_rounds_the_shift_of_medians_or_a_drift():
     assert verdict.noise_of(verdict.compare([1.0] * 11, [1.0] * 11)) == 0
     base = [1.0] * 11
     spread = verdict.compare(base, [1 + 0.01 * (i - 5) for i in range(11)])
     assert verdict.noise_of(spread) == pytest.approx(0.04, rel=0.05)
     shifted = verdict.compare(base, [1.25] * 11)
     assert verdict.noise_of(shifted) == pytest.approx(0.2)
+    # The machine was slower while a finalist ran: the heuristic beside it shows that.
+    loaded = verdict.compare([1.5] * 11, [1.0] * 11)
+    itself = verdict.compare(base, base)
+    assert verdict.noise_of(itself, [itself, loaded]) == pytest.approx(0.5)
 
 
 # ---- The measurement itself -----------------------------------------------------------------------
@@ -446,12 +552,15 @@ def test_the_whole_range_is_every_id_tile_stages_and_cluster(whole_space):
     assert candidates.exhaustive_count(everything, {66: {}}) == 634 * 36 * 51
 
 
-def test_an_exhaustive_sweep_checks_the_whole_range(double, tmp_path):
-    options = sweep.Options(rounds=3, exhaustive=True, finalists=2, budget_s=0.5)
-    result = run(double(), tmp_path / "s.json", options)
+def test_an_exhaustive_sweep_checks_the_whole_range(tmp_path):
+    options = sweep.Options(rounds=5, exhaustive=True, finalists=2, budget_s=None)
+    opened = Scripted(fast)
+    result = scripted(tmp_path / "s.json", opened, options)
     first = result.data["generations"][0]
-    assert set(first["capabilities"]) == {"66", "70", "71"}
-    assert first["checked"] == first["total"] == len(first["seeds"]) + 3 * 3 * 3 * 7
+    assert set(first["capabilities"]) == {"70", "1"}
+    assert first["checked"] == first["total"] == len(first["seeds"]) + 3 * 3 * 7 + 1
+    asked = {(a.tile, a.stages, a.cluster) for a in opened.asked if a.id == 70}
+    assert asked >= set(itertools.product(*RANGES_OF))
     assert result.winner is not None
     assert "the whole range" in report.markdown(result)
 
@@ -555,12 +664,12 @@ def test_children_die_with_a_parent_even_where_they_hang(double, tmp_path):
     wait_for(lambda: not any(map(alive, children)), seconds=10)
 
 
-def test_a_finished_sweep_is_read_and_not_run_again(double, tmp_path, monkeypatch):
+def test_a_finished_sweep_is_read_and_not_run_again(tmp_path, monkeypatch):
     path = tmp_path / "s.json"
-    first = run(double(), path)
+    first = scripted(path, Scripted(fast))
     stamp = path.stat().st_mtime_ns
     monkeypatch.setattr(sweep, "_Sweep", None)
-    again = run(double(), path, sweep.Options(rounds=99))
+    again = scripted(path, Scripted(fast), sweep.Options(rounds=99))
     assert again.data == first.data and path.stat().st_mtime_ns == stamp
 
 
@@ -570,34 +679,34 @@ def test_a_finished_sweep_is_read_and_not_run_again(double, tmp_path, monkeypatc
     (b"\xff\x00junk", "is not a sweep result"),
     (b'{"format": "nvfp4_linear gate 1"}', "its format is not"),
 ])  # fmt: skip
-def test_a_file_that_is_no_result_is_not_overwritten(double, tmp_path, content, message):
+def test_a_file_that_is_no_result_is_not_overwritten(tmp_path, content, message):
     path = tmp_path / "s.json"
     path.write_bytes(content)
     with pytest.raises(CommandError, match=message):
-        run(double(), path)
+        scripted(path, Scripted(fast))
     assert path.read_bytes() == content
-    assert run(double(), path, restart=True).finished
+    assert scripted(path, Scripted(fast), restart=True).finished
 
 
-def test_a_result_of_another_question_or_machine_is_not_overwritten(double, tmp_path):
+def test_a_result_of_another_question_or_machine_is_not_overwritten(tmp_path):
     path = tmp_path / "s.json"
-    run(double(), path)
+    scripted(path, Scripted(fast))
     kept = path.read_bytes()
     with pytest.raises(
         CommandError, match=r"of another problem .m: there 16, now 17.: give another"
     ):
-        run(double(), path, shape=("nvfp4", 17, 64, 64))
-    with pytest.raises(
-        CommandError, match=r"of another machine .cublaslt: there 130100, now 130600"
-    ):
-        run(double(f"set:version=130600;{CALM}"), path)
-    with pytest.raises(
-        CommandError, match=r"of another options .exhaustive: there False, now True"
-    ):
-        run(double(), path, sweep.Options(exhaustive=True))
+        scripted(path, Scripted(fast), shape=("nvfp4", 17, 64, 64))
+    newer = Scripted(fast)
+    newer.version = lambda: 130600
+    with pytest.raises(CommandError, match=r"another machine .cublaslt: there 130100, now 130600"):
+        scripted(path, newer)
+    with pytest.raises(CommandError, match=r"another options .exhaustive: there False, now True"):
+        scripted(path, Scripted(fast), sweep.Options(exhaustive=True))
+    other = Scripted(fast)
     chip = Device((12, 0), 188, name="another chip")
+    other.machine = session.Machine("/nowhere", chip, test_double=True)
     with pytest.raises(CommandError, match=r"of another problem .device"):
-        run(double(chip=chip), path)
+        scripted(path, other)
     assert path.read_bytes() == kept
 
 
@@ -699,16 +808,28 @@ def test_the_command_sweeps_reports_and_pins(double, tmp_path, quick, capsys):
     assert "must hold the M that was measured, 16, got 1:8" in capsys.readouterr().err
 
 
-def test_no_pin_is_written_where_nothing_is_better(double, tmp_path, quick, capsys):
-    double(f"{ANSWERS};{ONLY_TILE_4};run::slow=4000")
+@pytest.fixture
+def script(monkeypatch):
+    """The command's sessions are scripted."""
+
+    def use(*arguments, **keywords):
+        opened = Scripted(*arguments, **keywords)
+        monkeypatch.setattr(commands, "machine_of", lambda args: opened.machine)
+        monkeypatch.setattr(commands, "Session", lambda machine: opened)
+
+    return use
+
+
+def test_no_pin_is_written_where_nothing_is_better(script, tmp_path, quick, capsys):
+    script()
     pins = tmp_path / "my.pins"
     assert command(*quick, "--pin", pins) == 0
     assert "no pin written: nothing to pin: no byte-exact candidate" in capsys.readouterr().out
     assert not pins.exists()
 
 
-def test_inexact_pins_are_asked_for_by_name_and_say_so(double, tmp_path, quick, capsys):
-    double(f"{CALM};run::wrong")
+def test_inexact_pins_are_asked_for_by_name_and_say_so(script, tmp_path, quick, capsys):
+    script(fast, wrong=lambda a: a.split_k == 1)
     pins = tmp_path / "my.pins"
     assert command(*quick, "--pin", pins) == 0 and not pins.exists()
     assert command(*quick, "--pin", pins, "--allow-inexact") == 0
@@ -722,9 +843,9 @@ def test_inexact_pins_are_asked_for_by_name_and_say_so(double, tmp_path, quick, 
     (b"x" * (2 << 20), "is larger than a pin file can be"),
 ])  # fmt: skip
 def test_a_pin_file_that_cannot_be_kept_whole_is_not_rewritten(
-    double, tmp_path, quick, capsys, content, message
+    script, tmp_path, quick, capsys, content, message
 ):
-    double()
+    script(fast)
     pins = tmp_path / "my.pins"
     pins.write_bytes(content)
     assert command(*quick, "--pin", pins) == 1
@@ -733,9 +854,9 @@ def test_a_pin_file_that_cannot_be_kept_whole_is_not_rewritten(
 
 
 def test_without_matplotlib_the_plot_is_left_out_with_a_remedy(
-    double, tmp_path, quick, capsys, monkeypatch
+    script, tmp_path, quick, capsys, monkeypatch
 ):
-    double()
+    script(fast)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert command(*quick) == 0
     out = capsys.readouterr().out
@@ -743,9 +864,9 @@ def test_without_matplotlib_the_plot_is_left_out_with_a_remedy(
     assert not list(tmp_path.glob("*.png"))
 
 
-def test_the_plot_shows_screen_and_final(double, tmp_path):
+def test_the_plot_shows_screen_and_final(tmp_path):
     pytest.importorskip("matplotlib", reason="needs matplotlib")
-    result = run(double(), tmp_path / "s.json")
+    result = scripted(tmp_path / "s.json", Scripted(fast, wrong=lambda a: a.cluster == 3))
     assert report.write(result)[-1] == "wrote s.png"
     assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
 
