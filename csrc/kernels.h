@@ -128,6 +128,7 @@ struct AmaxParams {
   DType x_type = DType::kBFloat16;
   int64_t x_row_stride = 0;
   int64_t rows = 0, cols = 0;
+  bool swiglu = false;   // of silu(gate) * up: x is (rows, 2 cols) = [gate | up], cols % 8 == 0
   float* out = nullptr;  // the dynamic global scale, one element
 };
 

@@ -162,6 +162,29 @@ Tensor run_gemm(const Side& a, const Side& b, const char* a_name, const char* b_
   return out;
 }
 
+Tensor run_global_scale(const Rows& x, DType type, bool swiglu) {
+  AmaxParams p;
+  p.x = x.tensor.const_data_ptr();
+  p.x_type = type;
+  p.x_row_stride = x.stride;
+  p.rows = x.rows;
+  p.cols = swiglu ? x.cols / 2 : x.cols;
+  p.swiglu = swiglu;
+  Tensor out = allocate({}, ScalarType::Float, x.tensor);
+  p.out = static_cast<float*>(out.mutable_data_ptr());
+  const CudaScope scope(x.tensor);
+#if defined(NVFP4_WITH_CUDA)
+  if (x.tensor.is_cuda()) {
+    const auto scratch_bytes = static_cast<int64_t>(cuda::global_scale_scratch_bytes(p));
+    const Tensor scratch = allocate({scratch_bytes}, ScalarType::Byte, x.tensor);
+    cuda::global_scale(p, scratch.mutable_data_ptr(), scope.stream());
+    return out;
+  }
+#endif
+  cpu::global_scale(p);
+  return out;
+}
+
 }  // namespace
 
 std::tuple<Tensor, Tensor> quantize(Tensor x, OptTensor global_scale, bool swizzled) {
@@ -233,26 +256,12 @@ Tensor global_scale(Tensor x) {
   const auto type = float_type(x.scalar_type());
   NVFP4_CHECK(type, "x.dtype must be float32, bfloat16 or float16, got ",
               dtype_text(x.scalar_type()));
-  AmaxParams p;
-  p.x_type = *type;
-  const Rows rows = x.dim() ? as_rows(x) : Rows{x, 1, 1, 1};
-  p.x = rows.tensor.const_data_ptr();
-  p.x_row_stride = rows.stride;
-  p.rows = rows.rows;
-  p.cols = rows.cols;
-  Tensor out = allocate({}, ScalarType::Float, x);
-  p.out = static_cast<float*>(out.mutable_data_ptr());
-  const CudaScope scope(x);
-#if defined(NVFP4_WITH_CUDA)
-  if (x.is_cuda()) {
-    const auto scratch_bytes = static_cast<int64_t>(cuda::global_scale_scratch_bytes(p));
-    const Tensor scratch = allocate({scratch_bytes}, ScalarType::Byte, x);
-    cuda::global_scale(p, scratch.mutable_data_ptr(), scope.stream());
-    return out;
-  }
-#endif
-  cpu::global_scale(p);
-  return out;
+  return run_global_scale(x.dim() ? as_rows(x) : Rows{x, 1, 1, 1}, *type, /*swiglu=*/false);
+}
+
+Tensor swiglu_global_scale(Tensor gate_up) {
+  const DType type = check_activation(gate_up, "gate_up", 2 * kBlockSize, /*allow_float32=*/true);
+  return run_global_scale(as_rows(gate_up), type, /*swiglu=*/true);
 }
 
 Tensor gemm(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, OptTensor alpha, OptTensor bias,

@@ -20,6 +20,7 @@ Tensor dequantize(Tensor data, Tensor block_scale, OptTensor global_scale, bool 
 Tensor swizzle_scales(Tensor scales);
 Tensor unswizzle_scales(Tensor scales, int64_t rows, int64_t cols);
 Tensor global_scale(Tensor x);
+Tensor swiglu_global_scale(Tensor gate_up);
 Tensor gemm(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, OptTensor alpha, OptTensor bias,
             OptType out_dtype);
 Tensor gemm_a16w4(Tensor x, Tensor b, Tensor b_scale, OptTensor alpha, OptTensor bias,

@@ -14,6 +14,7 @@ STABLE_TORCH_LIBRARY(nvfp4, m) {
   m.def("swizzle_scales(Tensor scales) -> Tensor");
   m.def("unswizzle_scales(Tensor scales, SymInt rows, SymInt cols) -> Tensor");
   m.def("global_scale(Tensor x) -> Tensor");
+  m.def("swiglu_global_scale(Tensor gate_up) -> Tensor");
   m.def(
       "gemm(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? alpha=None, "
       "Tensor? bias=None, ScalarType? out_dtype=None) -> Tensor");
@@ -32,16 +33,17 @@ STABLE_TORCH_LIBRARY(nvfp4, m) {
   m.def("_control(str request) -> str");
 }
 
-#define NVFP4_BIND_OPS(m)                                          \
-  m.impl("quantize", TORCH_BOX(&nvfp4::quantize));                 \
-  m.impl("swiglu_quantize", TORCH_BOX(&nvfp4::swiglu_quantize));   \
-  m.impl("dequantize", TORCH_BOX(&nvfp4::dequantize));             \
-  m.impl("swizzle_scales", TORCH_BOX(&nvfp4::swizzle_scales));     \
-  m.impl("unswizzle_scales", TORCH_BOX(&nvfp4::unswizzle_scales)); \
-  m.impl("global_scale", TORCH_BOX(&nvfp4::global_scale));         \
-  m.impl("gemm", TORCH_BOX(&nvfp4::gemm));                         \
-  m.impl("gemm_a16w4", TORCH_BOX(&nvfp4::gemm_a16w4));             \
-  m.impl("gemm_a4w16", TORCH_BOX(&nvfp4::gemm_a4w16));             \
+#define NVFP4_BIND_OPS(m)                                                \
+  m.impl("quantize", TORCH_BOX(&nvfp4::quantize));                       \
+  m.impl("swiglu_quantize", TORCH_BOX(&nvfp4::swiglu_quantize));         \
+  m.impl("dequantize", TORCH_BOX(&nvfp4::dequantize));                   \
+  m.impl("swizzle_scales", TORCH_BOX(&nvfp4::swizzle_scales));           \
+  m.impl("unswizzle_scales", TORCH_BOX(&nvfp4::unswizzle_scales));       \
+  m.impl("global_scale", TORCH_BOX(&nvfp4::global_scale));               \
+  m.impl("swiglu_global_scale", TORCH_BOX(&nvfp4::swiglu_global_scale)); \
+  m.impl("gemm", TORCH_BOX(&nvfp4::gemm));                               \
+  m.impl("gemm_a16w4", TORCH_BOX(&nvfp4::gemm_a16w4));                   \
+  m.impl("gemm_a4w16", TORCH_BOX(&nvfp4::gemm_a4w16));                   \
   m.impl("grouped_gemm", TORCH_BOX(&nvfp4::grouped_gemm))
 
 STABLE_TORCH_LIBRARY_IMPL(nvfp4, CPU, m) { NVFP4_BIND_OPS(m); }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -21,6 +22,7 @@ import torch
 RUNGS = ("cublaslt-pinned", "cublaslt-heuristic", "emulated", "cpu")
 POLICIES = ("validated", "always", "never")
 PIN_FILE_HEADER = "# nvfp4_linear pins, version 1: one pin a line, key=value, evidence last"
+_INT32_MAX, _INT64_MAX = 2**31 - 1, 2**63 - 1
 MAX_PIN_FILE_BYTES = 1 << 20  # thousands of pins; anything larger is no pin file
 
 
@@ -72,6 +74,33 @@ class Pin:
     fills_chip: bool = False
     evidence: str = ""
 
+    def __post_init__(self) -> None:
+        """ValueError for a number that would be read as another one, or a row that can't match."""
+        for name, value, least, most in self._numbers():
+            if type(value) is not int or not least <= value <= most:
+                raise ValueError(
+                    f"{name} of a pin must be an integer from {least} to {most}, "
+                    f"got {_short(repr(value))}"
+                )
+        for low, high in (("m_min", "m_max"), ("version_min", "version_max")):
+            first, last = getattr(self, low), getattr(self, high)
+            if last < first and not (high == "m_max" and last == 0):
+                raise ValueError(f"{high} of a pin must be at least {low}, got {last} and {first}")
+
+    def _numbers(self) -> Iterable[tuple[str, Any, int, int]]:
+        """(name, value, least, most) of every number; attributes are cuBLASLt's to judge further."""
+        for name, value in zip(("cc_major", "cc_minor"), self.cc, strict=True):
+            yield name, value, 0, _INT32_MAX
+        for attribute in fields(self.algorithm):
+            value = getattr(self.algorithm, attribute.name)
+            if value is not None or attribute.name not in ("inner", "cluster"):
+                yield attribute.name, value, -_INT32_MAX, _INT32_MAX
+        yield "sm_count", self.sm_count, 0, _INT32_MAX
+        for name, least in (("m_min", 1), ("m_max", 0), ("n", 0), ("k", 0)):
+            yield name, getattr(self, name), least, _INT64_MAX
+        for name in ("version_min", "version_max"):
+            yield name, getattr(self, name), 0, _INT32_MAX
+
     def to_text(self) -> str:
         """The pin as one line of a pin file."""
         values: dict[str, Any] = {
@@ -106,6 +135,8 @@ class Pin:
             key, equals, value = word.partition("=")
             if not equals:
                 raise ValueError(f"a pin is key=value words, got {_short(word)!r}")
+            if key in values:
+                raise ValueError(f"a pin says {_short(key)}= once, got it twice")
             values[key] = value
         kind = values.pop("type", "nvfp4")
         names = [f.name for f in fields(Algorithm)]
@@ -114,14 +145,13 @@ class Pin:
             if key not in values and default is None:
                 raise ValueError(f"a pin needs {key}=")
             value = values.pop(key, str(default))
-            try:
-                return int(value)
-            except ValueError:
-                raise ValueError(f"{key} must be an integer, got {_short(value)!r}") from None
+            if not re.fullmatch(r"-?[0-9]{1,19}", value):  # int() takes 7_0 and other scripts
+                raise ValueError(f"{key} must be an integer, got {_short(value)!r}")
+            return int(value)
 
         attributes: dict[str, int | None] = {}
         for name in names:
-            if values.get(name) == "default":
+            if values.get(name) == "default" and name in ("inner", "cluster"):
                 values.pop(name)
                 continue
             if name in values or name in ("id", "tile", "stages"):
@@ -137,7 +167,7 @@ class Pin:
             sm_count=integer("sm_count", 0),
             version_min=integer("version_min", 130000),
             version_max=integer("version_max", 139999),
-            fills_chip=bool(integer("fills_chip", 0)),
+            fills_chip=_flag("fills_chip", integer("fills_chip", 0)),
             evidence=evidence.strip(),
         )
         if values:
@@ -208,6 +238,12 @@ class Plan:
         for refusal in self.details.get("inner_refusals", ()):
             lines.append(f"       inside it, no {refusal['rung']}: {refusal['reason']}")
         return "\n".join([*lines, f"       workspace: {self.workspace_bytes:,} bytes"])
+
+
+def _flag(name: str, value: int) -> bool:
+    if value not in (0, 1):
+        raise ValueError(f"{name} must be 0 or 1, got {value}")
+    return bool(value)
 
 
 def _control(command: str) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def _linear(
     if activation == "static":
         g = input_scale
     elif activation == "dynamic":
-        g = _ops.global_scale(_swiglu(x) if swiglu else x)
+        g = _ops.swiglu_global_scale(x) if swiglu else _ops.global_scale(x)
     data, block_scale = _ops.swiglu_quantize(x, g) if swiglu else _ops.quantize(x, g)
     alpha = weight_scale_2 if g is None else g * weight_scale_2
     return _ops.gemm(data, weight, block_scale, swizzled_scale, alpha, bias, out_dtype)
@@ -241,10 +241,8 @@ class Nvfp4Linear(nn.Module):
 
         gate_up: (..., 2K) = [gate | up] float32, bfloat16 or float16 → (..., N).
 
-        "static" and "unit" never write h. "dynamic" needs its amax first, for which h is computed
-        once more by torch in FP32 (an (..., K) temporary); torch's silu may differ from the
-        producer's in the last bit, so between devices g_x may too. "none" has no producer: h is
-        computed in FP32 and rounded to x's dtype.
+        "static", "unit" and "dynamic" never write h; "dynamic", which needs its amax first, computes
+        it twice. "none" has no producer: h is computed in FP32 and rounded to x's dtype.
         """
         return self._run("gate_up", gate_up, swiglu=True)
 

@@ -263,6 +263,22 @@ def _(x):
     return x.new_empty((), dtype=torch.float32)
 
 
+def swiglu_global_scale(gate_up: Tensor) -> Tensor:
+    """``global_scale`` of ``silu(gate) · up`` as `swiglu_quantize` computes it, which is not written.
+
+    gate_up: (..., 2K) = [gate | up] float32, bfloat16 or float16, K % 16 == 0. As `global_scale`.
+    """
+    check_dense("gate_up", gate_up)
+    return _ops.swiglu_global_scale(gate_up.detach())
+
+
+@torch.library.register_fake("nvfp4::swiglu_global_scale")
+def _(gate_up):
+    check_dense("gate_up", gate_up)
+    _require_columns("gate_up", gate_up, 2 * BLOCK_SIZE)
+    return gate_up.new_empty((), dtype=torch.float32)
+
+
 def dequantize(
     data: Tensor,
     block_scale: Tensor,

@@ -294,6 +294,14 @@ def _check_matrix(name: str, x: Tensor) -> None:
         raise ValueError(f"{name} must be 2-D, got shape {tuple(x.shape)}")
 
 
+def _gate_and_up(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    _check_matrix("gate_up", gate_up)
+    if gate_up.shape[1] % 2:
+        raise ValueError(f"gate_up must have an even number of columns, got {gate_up.shape[1]}")
+    gate, up = gate_up.float().chunk(2, dim=1)
+    return gate, up
+
+
 def global_scale(x: Tensor) -> Tensor:
     """max(fl32(amax / 2688), 2⁻¹²⁶), amax over the finite elements; 1.0 where that amax is 0.
 
@@ -345,6 +353,15 @@ def quantize(
     return data, swizzle_scales(s) if swizzled else s
 
 
+def swiglu_global_scale(gate_up: Tensor) -> Tensor:
+    """`global_scale` of h = silu(gate) · up, the FP32 values that `swiglu_quantize` quantizes.
+
+    gate_up: (M, 2K) = [gate | up], FP32/BF16/FP16 → 0-d FP32.
+    """
+    gate, up = _gate_and_up(gate_up)
+    return global_scale(silu(gate) * up)
+
+
 def swiglu_quantize(
     gate_up: Tensor,
     global_scale: Tensor | float | None = None,
@@ -357,12 +374,9 @@ def swiglu_quantize(
     gate_up: (M, 2K) = [gate | up], FP32/BF16/FP16, K % 16 == 0.
     As `quantize`, with rows added up to a multiple of `pad_rows_to`, all their bytes 0x00.
     """
-    _check_matrix("gate_up", gate_up)
-    if gate_up.shape[1] % 2:
-        raise ValueError(f"gate_up must have an even number of columns, got {gate_up.shape[1]}")
+    gate, up = _gate_and_up(gate_up)
     if pad_rows_to < 1:
         raise ValueError(f"pad_rows_to must be ≥ 1, got {pad_rows_to}")
-    gate, up = gate_up.float().chunk(2, dim=1)
     data, s = _quantize_fp32(silu(gate) * up, _usable_global_scale(global_scale))
 
     rows = data.shape[0]

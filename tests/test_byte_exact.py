@@ -122,7 +122,8 @@ def test_strided_input(device, name, dtype):
         poison(device)
         for actual, want in zip(op(view), expected, strict=True):
             assert_same_bytes(actual, want, f"{op}")
-    assert_same_bytes(ops.global_scale(view), ops.global_scale(view.contiguous()))
+    for op in (ops.global_scale, ops.swiglu_global_scale):
+        assert_same_bytes(op(view), op(view.contiguous()))
     check_quantize(view.cpu(), None, device)
 
 
@@ -173,6 +174,37 @@ def test_global_scale_special_tensors(device):
     }
     for name, x in tensors.items():
         assert_same_bytes(ops.global_scale(x.to(device)), reference.global_scale(x), name)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", INPUTS)
+def test_swiglu_global_scale(device, name, dtype):
+    """The producer's silu, so that no byte depends on whose exp it is."""
+    for rows, k in [*RAGGED, (257, 1024)]:
+        gate_up = make_input(name, rows, 2 * k, dtype)
+        expected = reference.swiglu_global_scale(gate_up)
+        assert_same_bytes(ops.swiglu_global_scale(gate_up.to(device)), expected, name)
+
+
+def test_swiglu_global_scale_special_tensors(device):
+    nan, inf = torch.nan, torch.inf
+    pairs = {  # gate, up: the largest finite |silu(gate) · up| is silu(1)'s, or the only one
+        "zeros": [(0.0, 3.0), (5.0, 0.0)],
+        "a NaN or Inf on either side": [(nan, 1.0), (1.0, inf), (inf, 2.0), (2.0, nan), (1.0, 1.0)],
+        "minus infinity is a zero": [(-inf, 1e30), (1.0, -1.0)],
+        "nothing finite": [(inf, 1.0), (nan, nan)],
+        "overflow": [(3e38, 3e38), (1.0, 1.0)],
+        "the exception of the short division": [(2.0**-23, 2.0**20)],
+        "underflow": [(-88.0, 2.0**-20)],
+    }
+    for name, values in pairs.items():
+        gate_up = torch.zeros(3, 2, 48)
+        for i, (gate, up) in enumerate(values):
+            gate_up[i % 3, :, 7 * i] = torch.tensor([gate, up])
+        for dtype in DTYPES:
+            x = gate_up.flatten(1).to(dtype)
+            expected = reference.swiglu_global_scale(x)
+            assert_same_bytes(ops.swiglu_global_scale(x.to(device)), expected, name)
 
 
 @pytest.mark.parametrize("bad", [0.0, -0.0, -1.0, torch.nan, torch.inf, -torch.inf])
@@ -685,6 +717,7 @@ def test_same_bytes_at_every_thread_count(restore_threads):
         "quantize": lambda: ops.quantize(x),
         "swiglu_quantize": lambda: ops.swiglu_quantize(gate_up),
         "global_scale": lambda: (ops.global_scale(x),),
+        "swiglu_global_scale": lambda: (ops.swiglu_global_scale(gate_up),),
         "dequantize": lambda: (ops.dequantize(a, a_scale),),
         "gemm": lambda: (ops.gemm(a, b, a_scale, b_scale, out_dtype=torch.float32),),
         "gemm_a16w4": lambda: (ops.gemm_a16w4(x, b, b_scale, out_dtype=torch.float32),),

@@ -93,19 +93,9 @@ def test_forward_swiglu_is_the_producer_then_gemm(activation, dtype):
     with torch.no_grad():
         y = layer.forward_swiglu(gate_up)
     g = None
-    if activation == "dynamic":  # its amax comes from torch's silu, as documented
-        gate, up = gate_up.float().chunk(2, dim=-1)
-        g = reference.global_scale(F.silu(gate) * up)
+    if activation == "dynamic":
+        g = reference.swiglu_global_scale(gate_up)
     assert_same_bytes(y, expected_forward(layer, gate_up, swiglu=True, g=g))
-
-
-def test_dynamic_swiglu_scale_is_the_producers_within_two_ulp():
-    gate_up = activations(64, 2 * K, dtype=torch.float32)
-    gate, up = gate_up.chunk(2, dim=-1)
-    exact = reference.global_scale(reference.silu(gate) * up)
-    ours = reference.global_scale(F.silu(gate) * up)
-    # both silus are within 2 ulp of the exact value
-    assert abs(ours.view(torch.int32) - exact.view(torch.int32)) <= 4
 
 
 @pytest.mark.parametrize("activation", MODES)

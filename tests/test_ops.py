@@ -106,6 +106,7 @@ def calls():
         yield Call("quantize", (dense(5, 48, dtype=dtype), scalar(0.01)))
         yield Call("swiglu_quantize", (dense(5, 96, dtype=dtype), scalar(0.01)))
         yield Call("global_scale", (dense(5, 48, dtype=dtype),))
+        yield Call("swiglu_global_scale", (dense(5, 96, dtype=dtype),))
         yield Call("dequantize", packed(5, 48), {"out_dtype": dtype})
         yield gemm_call(5, 24, 48, out_dtype=dtype)
     for op, wide in (("quantize", 32), ("swiglu_quantize", 64)):
@@ -122,6 +123,9 @@ def calls():
     for shape in ((0, 32), (), (7,), (2, 3, 5)):
         yield Call("global_scale", (dense(*shape),))
     yield Call("global_scale", (transposed(x),))
+    for shape in ((0, 32), (32,), (2, 3, 64)):
+        yield Call("swiglu_global_scale", (dense(*shape),))
+    yield Call("swiglu_global_scale", (transposed(dense(5, 96)),))
     yield leading_dequantize_call(swizzled=True)
     yield leading_dequantize_call(swizzled=False)
     data, scale = packed(5, 48)
@@ -326,6 +330,9 @@ def error_cases():
 
     yield Call("quantize", (x.double(),)), TypeError, "x.dtype must be float32 or bfloat16 or"
     yield Call("global_scale", (x.int(),)), TypeError, "got int32"
+    yield Call("swiglu_global_scale", (x.double(),)), TypeError, "gate_up.dtype"
+    message = "gate_up.shape[-1] must be a multiple of 32, got 48"
+    yield Call("swiglu_global_scale", (x,)), ValueError, message
     yield Call("quantize", ([1.0],)), TypeError, "got list"
     yield Call("swiglu_quantize", (x.double(),)), TypeError, "gate_up.dtype"
     yield Call("quantize", (x[:, :30],)), ValueError, "x.shape[-1] must be a multiple of 16, got 30"
@@ -484,3 +491,5 @@ def test_a_gradient_that_does_not_exist_is_refused(call, name):
 def test_global_scale_is_a_constant_to_autograd():
     x = dense(5, 48).requires_grad_()
     assert not ops.global_scale(x).requires_grad
+    gate_up = dense(5, 96).requires_grad_()
+    assert not ops.swiglu_global_scale(gate_up).requires_grad

@@ -71,12 +71,14 @@ def run(machine, path, options=QUICK, shape=SHAPE, **keywords):
         return sweep.sweep(open_session, problem, options, path, Console(), **keywords)
 
 
+DIFFERENCE = {"elements": 1, "of": 1024, "first": [15, 63], "got": "1.0", "expected": "0.5",
+              "largest": "0.5"}  # fmt: skip
+
+
 class Scripted:
     """A session without processes: `time(algorithm)` in seconds, `wrong(algorithm)` for its bytes."""
 
     heuristic_first = Algorithm(70, 4, 37, -2, inner=0, cluster=0)
-    DIFFERENCE = {"elements": 1, "of": 1024, "first": [15, 63], "got": "1.0", "expected": "0.5",
-                  "largest": "0.5"}  # fmt: skip
 
     def __init__(self, time=lambda a: 1.0, wrong=lambda a: False, dies=lambda calls: False):
         self.machine = session.Machine("/nowhere", session.DOUBLE_CHIP, test_double=True)
@@ -115,7 +117,7 @@ class Scripted:
         times = (self.time(self.heuristic_first), self.time(algorithm))
         base, own = (t * next(self.jitter) for t in times)
         return {"heuristic_s": base, "s": own,
-                "difference": self.DIFFERENCE if self.wrong(algorithm) else None}  # fmt: skip
+                "difference": DIFFERENCE if self.wrong(algorithm) else None}  # fmt: skip
 
     def screen(self, algorithm, samples):
         pair = self._pair(algorithm)
@@ -207,6 +209,15 @@ def test_a_second_generation_starts_from_the_best(tmp_path):
     assert result.winner["comparison"]["ratio"] == pytest.approx(5, rel=0.02)
 
 
+def test_finalists_are_different_kernels_and_ties_go_to_the_nearer(tmp_path):
+    """Everything on cluster 5 is equally fast, whatever else is set: two of it are enough."""
+    result = scripted(tmp_path / "s.json", Scripted(fast), sweep.Options(rounds=5, finalists=6))
+    kernels = [(a["tile"], a["stages"], a["cluster"]) for a in result.data["final"]["finalists"]]
+    assert len(kernels) == 6 and max(map(kernels.count, kernels)) == 2
+    first = result.data["final"]["finalists"][0]
+    assert first == sweep.asdict(Algorithm(70, 4, 36, inner=0, cluster=5))
+
+
 def test_time_goes_to_what_is_near_the_seeds_first(tmp_path, monkeypatch):
     clock = itertools.count()
     monkeypatch.setattr(sweep.time, "monotonic", lambda: next(clock))
@@ -277,6 +288,7 @@ def test_no_candidate_is_skipped_or_asked_twice_around_crashes(double):
     assert not refused
 
 
+@pytest.mark.slow
 def test_a_crash_and_a_hang_at_launch_are_recorded_and_the_sweep_goes_on(
     double, tmp_path, monkeypatch
 ):
@@ -339,7 +351,7 @@ def test_bytes_that_differ_in_one_round_only_are_different(tmp_path):
         def round(self, finalists, number):
             pairs = super().round(finalists, number)
             if number == 3:
-                pairs[1]["difference"] = self.DIFFERENCE
+                pairs[1]["difference"] = DIFFERENCE
             return pairs
 
     result = scripted(tmp_path / "s.json", Late(fast))
@@ -617,6 +629,7 @@ STAGES = {
 }
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_the_file_is_usable_no_process_is_left_and_it_resumes(
     double, tmp_path
 ):

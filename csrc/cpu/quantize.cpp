@@ -110,7 +110,9 @@ void global_scale(const AmaxParams& p) {
                    for (int64_t row = begin; row < end; ++row) {
                      const auto* in = x + row * p.x_row_stride;
                      for (int64_t c = 0; c < p.cols; ++c) {
-                       const uint32_t magnitude = bits_from_float(T::load(in[c])) & 0x7FFFFFFFu;
+                       float v = T::load(in[c]);
+                       if (p.swiglu) v = swiglu(v, T::load(in[p.cols + c]));
+                       const uint32_t magnitude = bits_from_float(v) & 0x7FFFFFFFu;
                        local = std::max(local, magnitude < 0x7F800000u ? magnitude : 0u);
                      }
                    }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <functional>
 #include <stdexcept>
+#include <type_traits>
 #include <vector>
 
 #include "library.h"
@@ -51,18 +52,27 @@ int64_t to_integer(const std::string& text) {
   return value;
 }
 
+// Of a number that `Target` can't hold nothing is kept: 2^32 + 70 is not algorithm 70.
+template <typename Target>
+Target to_number(const std::string& text) {
+  const int64_t value = to_integer(text);
+  const auto kept = static_cast<Target>(value);
+  if (static_cast<int64_t>(kept) != value || (std::is_unsigned_v<Target> && value < 0)) {
+    throw std::invalid_argument("out of range, got " + text);
+  }
+  return kept;
+}
+
 template <typename Member>
 Field number(const char* key, Member Pin::* member) {
   return {key, [member](const Pin& pin) { return integer(static_cast<int64_t>(pin.*member)); },
-          [member](Pin& pin, const std::string& text) {
-            pin.*member = static_cast<Member>(to_integer(text));
-          }};
+          [member](Pin& pin, const std::string& text) { pin.*member = to_number<Member>(text); }};
 }
 
 Field attribute(const char* key, int Algorithm::* member) {
   return {key, [member](const Pin& pin) { return integer(pin.algorithm.*member); },
           [member](Pin& pin, const std::string& text) {
-            pin.algorithm.*member = static_cast<int>(to_integer(text));
+            pin.algorithm.*member = to_number<int>(text);
           }};
 }
 
@@ -74,7 +84,7 @@ Field attribute(const char* key, std::optional<int> Algorithm::* member) {
           },
           [member](Pin& pin, const std::string& text) {
             pin.algorithm.*member = std::nullopt;
-            if (text != "default") pin.algorithm.*member = static_cast<int>(to_integer(text));
+            if (text != "default") pin.algorithm.*member = to_number<int>(text);
           }};
 }
 

@@ -54,31 +54,29 @@ NVFP4_HD float max_magnitude_signed(float a, float b) {
 #endif
 }
 
-// min(|a|, b) with the sign of a; b > 0.
-NVFP4_HD float min_magnitude_signed(float a, float b) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
-  float r;
-  asm("min.xorsign.abs.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
-  return r;
-#elif defined(__CUDA_ARCH__)
-  return copysignf(fminf(fabsf(a), b), a);
-#else
-  return std::copysign(std::fmin(std::fabs(a), b), a);
-#endif
-}
-
-// The bits of two values that FP16 holds exactly: `low` in bits 0..15.
-NVFP4_HD uint32_t pack_exact_halves(float low, float high) {
+// The FP16 bits of two values, rounded to nearest even: `low` in bits 0..15.
+NVFP4_HD uint32_t round_to_halves(float low, float high) {
 #if defined(__CUDA_ARCH__)
   uint32_t r;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
   return r;
 #else
-  const auto half = [](float v) {
-    const uint32_t bits = bits_from_float(v * 0x1p-112f);  // FP16's exponent, FP32's place
-    return ((bits & 0x7FFFFFFFu) >> 13) | (bits >> 31 << 15);
-  };
-  return half(low) | half(high) << 16;
+  const _Float16 halves[2] = {static_cast<_Float16>(low), static_cast<_Float16>(high)};
+  uint32_t r;
+  std::memcpy(&r, halves, sizeof(r));
+  return r;
+#endif
+}
+
+// min(|h|, limit) with the sign of h, for both halves of a word; no NaN.
+NVFP4_HD uint32_t clamp_halves(uint32_t h, uint16_t limit) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
+  uint32_t r;
+  asm("min.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(r) : "r"(h), "r"(limit * 0x10001u));
+  return r;
+#else
+  const uint32_t low = h & 0x7FFFu, high = h >> 16 & 0x7FFFu;
+  return (h & 0x80008000u) | (low < limit ? low : limit) | (high < limit ? high : limit) << 16;
 #endif
 }
 
@@ -102,37 +100,41 @@ NVFP4_HD uint32_t bit_select(uint32_t mask, uint32_t a, uint32_t b) {
 // spacing, so that a rounded t converts to a half whose high byte is s000eem?.
 constexpr float kQuotientScale = NVFP4_HARDWARE_E2M1 ? 1.0f : 0x1p-14f;
 
-// A value with the sign of t whose FP16 form has the E2M1 code of t / 2^-14 in bits 15 and 11..9.
-// |t| < 7 * 2^-14, or anything with kClamp. Signed zeros keep their sign.
-template <bool kClamp>
+// A value whose FP16 form has the E2M1 code of t / 2^-14 in bits 15 and 11..9, for |t| < 7 * 2^-14;
+// above, one that clamp_halves makes so. Signed zeros keep their sign.
 NVFP4_HD float e2m1_rounded(float t) {
-  if (kClamp) t = min_magnitude_signed(t, 6.0f * 0x1p-14f);
-  // The power of two at or below |t|, at least 1 * 2^-14: E2M1's spacing there is half of it.
-  const float binade = max_magnitude_signed(float_from_bits(bits_from_float(t) & 0xFF800000u),
-                                            0x1p-14f);
-  // In 2^22 * binade the last bit is worth that spacing: the add rounds to nearest even on the
-  // E2M1 grid. Taking away a quarter step less than was added leaves a non-zero value, so that
-  // a zero keeps its sign; the quarter step ends up below the code's bits.
-  const float rounded = fma_rn(binade, 0x1p22f, t);
-  return fma_rn(binade, -(0x1p22f - 0.25f), rounded);
+  // At least 1 * 2^-14, below which E2M1's spacing stays what it is there: half of the power of two
+  // at or below m.
+  const float m = max_magnitude_signed(t, 0x1p-14f);
+  // In 2^22 m + t the last bit is worth that spacing, and 2^22 m is a multiple of it: the add
+  // rounds t to the E2M1 grid. To nearest even: at a tie t has few bits, so that 2^22 m is an even
+  // multiple. Taking away a quarter of m less than was added leaves a non-zero value, so that a
+  // zero keeps its sign; the quarter ends up below the code's bits, as none above 1.75 * 2^n is
+  // left there.
+  const float rounded = fma_rn(m, 0x1p22f, t);
+  return fma_rn(m, -(0x1p22f - 0.25f), rounded);
 }
 
-// Eight codes of t[i] / 2^-14, element 0 in the low nibble.
-template <bool kClamp>
-NVFP4_HD uint32_t encode8_software(const float (&t)[8]) {
+// Eight codes of t[i] / 2^-14, element 0 in the low nibble. clamp: some |t[i]| may be 7 * 2^-14 or
+// more.
+NVFP4_HD uint32_t encode8_software(const float (&t)[8], bool clamp) {
   float v[8];
-  for (int i = 0; i < 8; ++i) v[i] = e2m1_rounded<kClamp>(t[i]);
+  for (int i = 0; i < 8; ++i) v[i] = e2m1_rounded(t[i]);
+  uint32_t h[4] = {round_to_halves(v[0], v[2]), round_to_halves(v[4], v[6]),
+                   round_to_halves(v[1], v[3]), round_to_halves(v[5], v[7])};
+  if (clamp) {
+    constexpr uint16_t kBelow8 = 0x0FFF;  // code 7, at 2^-14
+    for (int i = 0; i < 4; ++i) h[i] = clamp_halves(h[i], kBelow8);
+  }
   // Even elements in the bytes of one word, odd elements in the other, each s000eem?.
-  const uint32_t even = high_bytes(pack_exact_halves(v[0], v[2]), pack_exact_halves(v[4], v[6]));
-  const uint32_t odd = high_bytes(pack_exact_halves(v[1], v[3]), pack_exact_halves(v[5], v[7]));
+  const uint32_t even = high_bytes(h[0], h[1]), odd = high_bytes(h[2], h[3]);
   const uint32_t low = bit_select(0x08080808u, even >> 4, even >> 1);
   const uint32_t high = bit_select(0x80808080u, odd, odd << 3);
   return bit_select(0x0F0F0F0Fu, low, high);
 }
 
 #if NVFP4_HARDWARE_E2M1
-// The same of t[i] itself. Saturates; kClamp has nothing to add.
-template <bool kClamp>
+// The same of t[i] itself; saturates.
 __device__ __forceinline__ uint32_t encode8_hardware(const float (&t)[8]) {
   uint32_t word;
   asm("{\n"
@@ -149,13 +151,12 @@ __device__ __forceinline__ uint32_t encode8_hardware(const float (&t)[8]) {
 }
 #endif
 
-// Eight codes of t[i] / kQuotientScale.
-template <bool kClamp>
-NVFP4_HD uint32_t encode8(const float (&t)[8]) {
+// Eight codes of t[i] / kQuotientScale. clamp: some |t[i]| may reach 7 of them.
+NVFP4_HD uint32_t encode8(const float (&t)[8], bool clamp) {
 #if NVFP4_HARDWARE_E2M1
-  return encode8_hardware<kClamp>(t);
+  return encode8_hardware(t);
 #else
-  return encode8_software<kClamp>(t);
+  return encode8_software(t, clamp);
 #endif
 }
 
@@ -194,11 +195,12 @@ struct GlobalScale {
   float amax_limit;  // fast_block_scale is for amax up to here; negative where it is for none
 };
 
+template <int RcpUlps = 0>
 NVFP4_HD GlobalScale prepare_global_scale(float g) {
   bool fast = g >= 0x1p-80f && g <= 0x1p40f;
   // No divisor may be all ones: a UE4M3 scale is one of eight significands times a power of two.
   for (int i = 8; i < 16; ++i) fast = fast && !is_all_ones(static_cast<float>(i) * g);
-  return {g, 1.0f / g, fast ? 0x1p40f : -1.0f};
+  return {g, refined_reciprocal<RcpUlps>(g), fast ? 0x1p40f : -1.0f};
 }
 
 struct FastBlockScale {
@@ -243,9 +245,8 @@ NVFP4_HD FastBlockScale fast_block_scale(float amax, const GlobalScale& g) {
   FastBlockScale b;
   b.code = e4m3_encode(ratio);
   const float s32 = e4m3_decode(b.code) * g.g;
-  const bool zero = s32 == 0.0f;
   b.divisor = s32 * (1.0f / kQuotientScale);
-  b.reciprocal = zero ? 0.0f : refined_reciprocal<RcpUlps>(b.divisor);
+  b.reciprocal = b.code == 0 ? 0.0f : refined_reciprocal<RcpUlps>(b.divisor);
   b.fast = amax <= g.amax_limit;
   b.clamp = !(amax * b.reciprocal < 6.9f * kQuotientScale);
   return b;
@@ -258,7 +259,9 @@ constexpr float kFastSiluMax = 60.0f;
 
 // silu(v) for |v| <= kFastSiluMax, the same bytes: there no clamp acts, no power of two is needed
 // to keep the quotient normal, and the divide needs no special case. kFewValues: v is a BF16 or an
-// FP16; for those the short division is tested one by one.
+// FP16 and not kFastSiluException; for those the short division is tested one by one.
+constexpr float kFastSiluException = 0x1p-23f;  // its divisor's mantissa is all ones
+
 template <bool kFewValues, int RcpUlps = 0>
 NVFP4_HD float fast_silu(float v) {
   const float j = fma_rn(v, -0x1.715476p+0f, 0x1.8p+23f);
@@ -273,10 +276,7 @@ NVFP4_HD float fast_silu(float v) {
   const float s = float_from_bits((bits_from_float(j) << 23) + 0x3F800000u);
   const float d = s + fma_rn(u, s, 1.0f);
   if (!kFewValues) return v / d;
-  float reciprocal = approximate_reciprocal<RcpUlps>(d);
-  // d at v = 2^-23, the one value that needs a correctly rounded reciprocal.
-  if (d == 0x1.fffffep+0f) reciprocal = 0x1.000002p-1f;
-  return quotient(v, d, reciprocal);
+  return quotient(v, d, approximate_reciprocal<RcpUlps>(d));
 }
 
 }  // namespace nvfp4::cuda

@@ -57,7 +57,9 @@ void dispatch(DType type, F&& f) {
   }
 }
 
-__device__ __forceinline__ float load_scalar(const Scalar& s) { return s.device ? *s.device : s.value; }
+__device__ __forceinline__ float load_scalar(const Scalar& s) {
+  return s.device ? *s.device : s.value;
+}
 
 __device__ __forceinline__ float to_float(float v) { return v; }
 __device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
@@ -169,8 +171,8 @@ __device__ __forceinline__ float raw_abs_max(const Raw8<T>& first, const More&..
     uint32_t m = 0;
     for (const Raw8<T>& raw : all) {
       const uint4 w = raw.word[0];
-      m = max_abs_pair(m, max_abs_pair(max_abs_pair(w.x, w.y, T{}),
-                                       max_abs_pair(w.z, w.w, T{}), T{}), T{});
+      m = max_abs_pair(
+          m, max_abs_pair(max_abs_pair(w.x, w.y, T{}), max_abs_pair(w.z, w.w, T{}), T{}), T{});
     }
     float low, high;
     widen_pair(m, low, high, T{});

@@ -58,8 +58,8 @@ __device__ __forceinline__ void store8(T* out, const float (&v)[8]) {
     for (int i = 0; i < 8; ++i) out[i] = from_float<T>(v[i]);
   } else if constexpr (sizeof(T) == 4) {
     for (int i = 0; i < 8; i += 4) {
-      store16(out + i, __float_as_uint(v[i]), __float_as_uint(v[i + 1]),
-              __float_as_uint(v[i + 2]), __float_as_uint(v[i + 3]));
+      store16(out + i, __float_as_uint(v[i]), __float_as_uint(v[i + 1]), __float_as_uint(v[i + 2]),
+              __float_as_uint(v[i + 3]));
     }
   } else {
     store16(out, round_pair<T>(v[0], v[1]), round_pair<T>(v[2], v[3]), round_pair<T>(v[4], v[5]),
@@ -233,10 +233,9 @@ __global__ void __launch_bounds__(kThreads) epilogue_kernel(const EpilogueParams
     T* out = static_cast<T*>(p.out) + row * p.out_row_stride + column;
     if constexpr (kAligned) {  // and n is a multiple of kEpilogueColumns
       const float4 v = __ldcs(reinterpret_cast<const float4*>(acc));
-      const T r[4] = {from_float<T>(fma_rn(alpha, v.x, bias[0])),
-                      from_float<T>(fma_rn(alpha, v.y, bias[1])),
-                      from_float<T>(fma_rn(alpha, v.z, bias[2])),
-                      from_float<T>(fma_rn(alpha, v.w, bias[3]))};
+      const T r[4] = {
+          from_float<T>(fma_rn(alpha, v.x, bias[0])), from_float<T>(fma_rn(alpha, v.y, bias[1])),
+          from_float<T>(fma_rn(alpha, v.z, bias[2])), from_float<T>(fma_rn(alpha, v.w, bias[3]))};
       if constexpr (sizeof(T) == 4) {
         *reinterpret_cast<float4*>(out) = make_float4(r[0], r[1], r[2], r[3]);
       } else {
@@ -256,8 +255,7 @@ __global__ void __launch_bounds__(kThreads) epilogue_kernel(const EpilogueParams
 template <typename T>
 void launch_epilogue(const EpilogueParams& p, Stream stream) {
   const bool aligned = p.n % kEpilogueColumns == 0 && is_aligned(p.acc, 16) &&
-                       is_aligned(p.out, 4 * sizeof(T)) &&
-                       p.out_row_stride % kEpilogueColumns == 0;
+                       is_aligned(p.out, 4 * sizeof(T)) && p.out_row_stride % kEpilogueColumns == 0;
   const dim3 grid(static_cast<unsigned>(ceil_div(p.n, kThreads * kEpilogueColumns)),
                   static_cast<unsigned>(std::min<int64_t>(p.rows, 4096)));
   launch("epilogue", aligned ? epilogue_kernel<T, true> : epilogue_kernel<T, false>, grid, kThreads,
@@ -297,9 +295,8 @@ void unswizzle_scales(const SwizzleParams& p, Stream stream) {
 
 void epilogue(const EpilogueParams& p, Stream stream) {
   if (p.rows == 0 || p.n == 0) return;
-  dispatch(p.out_type, [&](auto* type) {
-    launch_epilogue<std::remove_pointer_t<decltype(type)>>(p, stream);
-  });
+  dispatch(p.out_type,
+           [&](auto* type) { launch_epilogue<std::remove_pointer_t<decltype(type)>>(p, stream); });
 }
 
 }  // namespace nvfp4::cuda

@@ -257,8 +257,4 @@ void gemm(const GemmParams& p, const Tensor& like, Stream stream) {
       concat("every plan was refused at launch (m = ", p.m, ", n = ", p.n, ", k = ", p.k, ")"));
 }
 
-void grouped_gemm(const GroupedGemmParams&, const Tensor&, Stream) {
-  throw std::runtime_error("grouped_gemm has no CUDA kernel yet: move the operands to the CPU");
-}
-
 }  // namespace nvfp4::cuda

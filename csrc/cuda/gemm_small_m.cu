@@ -22,12 +22,12 @@ namespace nvfp4::cuda {
 namespace {
 
 constexpr int kVectorBytes = 16;
-constexpr int kLaneK = 32;                                    // consecutive k a lane holds of a chunk
-constexpr int kLaneWords = kLaneK / 8;                        // of eight codes
-constexpr int kRowsPerLane = 4;                               // j
+constexpr int kLaneK = 32;              // consecutive k a lane holds of a chunk
+constexpr int kLaneWords = kLaneK / 8;  // of eight codes
+constexpr int kRowsPerLane = 4;         // j
 constexpr int kChunkBytes = kChunkK / 2;
-constexpr int kChunkTiles = kChunkK / kBlockSize / kTileCols; // scale tiles along k
-constexpr int kChunkVectors = kChunkK * 2 / kVectorBytes;     // of A's 16-bit values, a row
+constexpr int kChunkTiles = kChunkK / kBlockSize / kTileCols;  // scale tiles along k
+constexpr int kChunkVectors = kChunkK * 2 / kVectorBytes;      // of A's 16-bit values, a row
 constexpr int kChunkVectorsLog2 = 4, kChunkBlocksLog2 = 3;
 static_assert(1 << kChunkVectorsLog2 == kChunkVectors && kChunkVectors == 2 << kChunkBlocksLog2);
 static_assert(kMaxStages - 2 <= 4, "wait_copies takes no more");
@@ -236,9 +236,8 @@ __device__ __forceinline__ void multiply_chunk(uint32_t weights, uint32_t activa
     const int vector = p.k_warp * kChunkVectors + p.t * kLaneWords + w;
 #pragma unroll
     for (int i = 0; i < kMTiles; ++i) {
-      const uint4 x = load_shared(activations +
-                                  activation_slot(i * kMTileRows + p.g, vector, pitch) *
-                                      kVectorBytes);
+      const uint4 x = load_shared(
+          activations + activation_slot(i * kMTileRows + p.g, vector, pitch) * kVectorBytes);
       for (int r = 0; r < kRowsPerLane / 2; ++r) {
         const uint32_t first[4] = {b[2 * r][0], b[2 * r + 1][0], b[2 * r][1], b[2 * r + 1][1]};
         const uint32_t second[4] = {b[2 * r][2], b[2 * r + 1][2], b[2 * r][3], b[2 * r + 1][3]};
@@ -507,8 +506,7 @@ void gemm_small_m(const SmallMParams& p, Stream stream) {
                        is_aligned(p.b_scale, kVectorBytes) &&
                        (packed || (is_aligned(p.a, kVectorBytes) && p.a_row_stride % 8 == 0));
   const SmallMDevice& device = small_m_device();
-  const SmallMPlan plan =
-      plan_small_m(aligned ? p.m : kSmallMMax, p.n, p.k, packed, device);
+  const SmallMPlan plan = plan_small_m(aligned ? p.m : kSmallMMax, p.n, p.k, packed, device);
   if (!plan.ok()) {
     throw std::runtime_error("gemm_small_m: no tile fits this GPU's " +
                              std::to_string(device.shared_per_block) + " bytes of shared memory");

@@ -55,6 +55,25 @@ __device__ __forceinline__ uint32_t max_abs_pair(uint32_t a, uint32_t b, __half)
   return r;
 }
 
+// All ones in each half that equals v, zeros elsewhere; T holds v exactly, and v is not 0.
+__device__ __forceinline__ uint32_t equal_pair(uint32_t pair, float v, __nv_bfloat16) {
+  uint32_t r, both;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %1;" : "=r"(both) : "f"(v));
+#if __CUDA_ARCH__ >= 900
+  asm("set.eq.u32.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(pair), "r"(both));
+#else
+  r = __vcmpeq2(pair, both);
+#endif
+  return r;
+}
+__device__ __forceinline__ uint32_t equal_pair(uint32_t pair, float v, __half) {
+  uint32_t r;
+  asm("{.reg .b32 c;\n cvt.rn.f16x2.f32 c, %2, %2;\n set.eq.u32.f16x2 %0, %1, c;}"
+      : "=r"(r)
+      : "r"(pair), "f"(v));
+  return r;
+}
+
 // a * b, half by half.
 __device__ __forceinline__ uint32_t multiply_pair(uint32_t a, uint32_t b, __nv_bfloat16) {
   uint32_t r;
@@ -111,6 +130,15 @@ __device__ __forceinline__ uint4 load_streaming(const void* p) {
   return v;
 }
 
+// Kept in L1, for the neighbours that read the rest of the sectors.
+__device__ __forceinline__ uint4 load_cached(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p));
+  return v;
+}
+
 // The block's dynamic shared memory.
 __device__ __forceinline__ uint8_t* dynamic_shared() {
   extern __shared__ __align__(128) uint8_t memory[];
@@ -129,16 +157,28 @@ __device__ __forceinline__ void copy_async(uint32_t target, const void* source, 
                : "memory");
 }
 
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void commit_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
 
 // Until at most `pending` groups of this thread's copies are under way. pending <= 4.
 __device__ __forceinline__ void wait_copies(int pending) {
   switch (pending) {
-    case 0: asm volatile("cp.async.wait_group 0;" ::: "memory"); break;
-    case 1: asm volatile("cp.async.wait_group 1;" ::: "memory"); break;
-    case 2: asm volatile("cp.async.wait_group 2;" ::: "memory"); break;
-    case 3: asm volatile("cp.async.wait_group 3;" ::: "memory"); break;
-    default: asm volatile("cp.async.wait_group 4;" ::: "memory"); break;
+    case 0:
+      asm volatile("cp.async.wait_group 0;" ::: "memory");
+      break;
+    case 1:
+      asm volatile("cp.async.wait_group 1;" ::: "memory");
+      break;
+    case 2:
+      asm volatile("cp.async.wait_group 2;" ::: "memory");
+      break;
+    case 3:
+      asm volatile("cp.async.wait_group 3;" ::: "memory");
+      break;
+    default:
+      asm volatile("cp.async.wait_group 4;" ::: "memory");
+      break;
   }
 }
 

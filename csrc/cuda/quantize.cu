@@ -1,33 +1,35 @@
-// The producers on a GPU: quantize, swiglu_quantize, and the dynamic global scale.
+// The producers on a GPU: quantize and swiglu_quantize.
 //
 //   s = e4m3_rn((amax / 6) / g),  code = e2m1_rn(x / (s g))     bytes equal to the CPU's
 //   x = silu(gate) * up in FP32, rounded nowhere before          (swiglu_quantize)
 //
-// One warp takes 512 consecutive elements of a row at a time: lane l loads elements 8 l .. 8 l + 7
-// of each half, so that every load is a full line. Two neighbouring lanes thus hold block l / 2 of
-// the first half and block l / 2 of the second; the even one works out the first block's scale,
-// the odd one the second's, and they swap. A warp stays at its columns and strides over the rows;
-// the next row's elements are loaded before this row's are used.
+// One thread takes a whole block of 16, so that no lane waits for another; a warp takes 32
+// neighbouring blocks of a row, then the same columns of the rows below, which only adds constants
+// to its pointers. A block's 32 bytes (of 16-bit elements) are two loads that each touch every
+// sector of the warp's kilobyte, so the lines have to stay in L1 between the two.
 //
-// Every scale byte of the padded extent is visited and written, padding as 0x00; a warp that meets
-// anything unusual (a NaN, a huge or tiny scale) redoes its 512 elements with nvfp4.h's own
-// functions.
+// Enough warps fit an SM to hide the memory's latency without loading ahead. Padding, of rows as of
+// data, is written by thread blocks of its own: it neither waits for an input nor is waited for.
+//
+// A warp that meets anything unusual (a NaN, a huge element, an unusable g) redoes its blocks with
+// nvfp4.h's own functions.
 #include "block_math.h"
 #include "common.cuh"
+#include "swiglu.cuh"
 
 namespace nvfp4::cuda {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarpSize;
-constexpr int kLaneElements = 8;                            // of each half
-constexpr int kHalfElements = kWarpSize * kLaneElements;    // 256
-constexpr int kHalfBlocks = kHalfElements / kBlockSize;     // 16
-constexpr int kSegmentBlocks = 2 * kHalfBlocks;             // scale columns of a warp's step
-// Blocks an SM: as many as the registers of a loop with its next loads under way leave room for.
+constexpr int kSegmentElements = kWarpSize * kBlockSize;  // of a row, a warp's
+// Rows a task: a power of two that divides the 32 of a tile's quarter, so that it stays in one.
+constexpr int64_t kMostTaskRows = 16;
+constexpr int64_t kTaskWaves = 2;  // fewer rows a task where there would be fewer tasks than this
+constexpr int64_t kMostPaddingBlocks = 64;
+// Thread blocks an SM: what the registers leave room for.
 template <typename T, bool kSwiglu>
-constexpr int kResidentBlocks = (sizeof(T) == 4 ? 3 : 4) - kSwiglu;
-static_assert(kHalfBlocks % kTileCols == 0, "a scale word never crosses the halves");
+constexpr int kResidentBlocks = kSwiglu ? (sizeof(T) == 4 ? 6 : 8) : (sizeof(T) == 4 ? 8 : 10);
 
 struct QuantizeArgs {
   const void* x;
@@ -35,239 +37,219 @@ struct QuantizeArgs {
   uint32_t rows, padded_rows, scale_rows;
   uint32_t k;
   uint32_t cols, scale_cols;  // scales a row: of data, and in memory
-  uint32_t segments;          // warp steps a row
-  uint32_t row_step;          // rows between a warp's steps
+  uint32_t segments;          // warps a row
+  uint32_t tasks, task_rows;  // a task is a warp's: up to task_rows rows of one segment
+  uint32_t task_blocks;       // thread blocks of tasks; those after them write padding
   Scalar global_scale;
   uint8_t* data;
   uint8_t* block_scale;
   bool swizzled;
 };
 
-// A lane's fixed place in a row, for all the rows its warp takes.
-struct Place {
-  uint32_t element;    // first of its eight in the first half
-  bool valid[2];       // whether the row has the eight, in each half
-  // Where it has not, the lane reads some that the row has, and their codes go nowhere.
-  uint32_t read;       // what it reads as the first half's eight
-  uint32_t half_step;  // from there to what it reads as the second half's
-  uint32_t column;     // of the block whose scale it works out
-  bool column_valid;   // that block exists
-  uint32_t word_byte;  // which byte of a scale word it is
-  bool stores_scale;   // it writes a word (swizzled) or its byte (row-major)
-
-  __device__ Place(const QuantizeArgs& a, uint32_t segment, int lane)
-      : element(segment * (2 * kHalfElements) + lane * kLaneElements),
-        valid{element < a.k, element + kHalfElements < a.k},
-        read(valid[0] ? element : 0),
-        half_step(valid[1] ? kHalfElements : 0),
-        column(segment * kSegmentBlocks + (lane & 1) * kHalfBlocks + lane / 2),
-        column_valid(column < a.cols),
-        word_byte((lane >> 1) % kTileCols),
-        stores_scale(column < a.scale_cols && (!a.swizzled || word_byte == 0)) {}
-};
-
-// What a lane loads in a step: eight elements of both halves; for SwiGLU of gate and of up.
+// A block's elements as loaded; for SwiGLU of gate and of up.
 template <typename T, bool kSwiglu>
 struct Input {
   Raw8<T> x[2];
   Raw8<T> up[kSwiglu ? 2 : 1];
 };
 
-// `p` points at the lane's first element of the row that it may read.
-template <typename T, bool kSwiglu, bool kAligned>
-__device__ __forceinline__ Input<T, kSwiglu> load_input(const QuantizeArgs& a, const Place& place,
-                                                        const T* p) {
-  Input<T, kSwiglu> in;
+template <bool kAligned, typename T>
+__device__ __forceinline__ void load_block(const T* p, Raw8<T> (&raw)[2]) {
   for (int h = 0; h < 2; ++h) {
-    in.x[h] = load8<kAligned>(p + h * place.half_step);
-    if constexpr (kSwiglu) in.up[h] = load8<kAligned>(p + a.k + h * place.half_step);
+    if constexpr (kAligned) {
+      for (int i = 0; i < Raw8<T>::kWords; ++i) {
+        raw[h].word[i] = load_cached(reinterpret_cast<const uint4*>(p + 8 * h) + i);
+      }
+    } else {
+      raw[h] = load8<false>(p + 8 * h);
+    }
   }
+}
+
+template <typename T, bool kSwiglu, bool kAligned>
+__device__ __forceinline__ Input<T, kSwiglu> load_input(const QuantizeArgs& a, const T* p) {
+  Input<T, kSwiglu> in;
+  load_block<kAligned>(p, in.x);
+  if constexpr (kSwiglu) load_block<kAligned>(p + a.k, in.up);
   return in;
 }
 
-// Out of line: rarely called, and sixteen copies of it would crowd the loop.
-__device__ __noinline__ float swiglu_plain(float gate, float up) { return swiglu(gate, up); }
+using BlockValues = Values<kBlockSize>;
 
-// The elements to quantize, and the largest magnitude of each half's eight (NaN where one is NaN).
-template <typename T, bool kSwiglu>
-__device__ __forceinline__ void widen_input(const Input<T, kSwiglu>& in, float (&v)[2][8],
-                                            float (&amax)[2]) {
-  if constexpr (kSwiglu) {
-    const float gate_max = raw_abs_max(in.x[0], in.x[1]);
-    const bool fast = __all_sync(kFullWarp, gate_max <= kFastSiluMax);
-    for (int h = 0; h < 2; ++h) {
-      float up[8];
-      widen(in.x[h], v[h]);
-      widen(in.up[h], up);
-      if (fast) {
-        for (int i = 0; i < 8; ++i) v[h][i] = fast_silu<sizeof(T) == 2>(v[h][i]) * up[i];
-      } else {
-        for (int i = 0; i < 8; ++i) v[h][i] = swiglu_plain(v[h][i], up[i]);
-      }
-      amax[h] = abs_max8(v[h]);
-    }
-  } else {
-    for (int h = 0; h < 2; ++h) {
-      widen(in.x[h], v[h]);
-      amax[h] = raw_abs_max(in.x[h]);
-    }
+template <typename T>
+__device__ __forceinline__ BlockValues widen_block(const Raw8<T> (&raw)[2]) {
+  BlockValues values;
+  for (int h = 0; h < 2; ++h) {
+    float v[8];
+    widen(raw[h], v);
+    for (int i = 0; i < 8; ++i) values.v[8 * h + i] = v[i];
   }
+  return values;
 }
 
-struct Values {
-  float v[2][8];
-};
+// The largest magnitude; NaN where an element is NaN.
+__device__ __forceinline__ float abs_max16(const BlockValues& values) {
+  float m[4];
+  for (int i = 0; i < 4; ++i) m[i] = max_nan(fabsf(values.v[i]), fabsf(values.v[i + 4]));
+  for (int i = 8; i < kBlockSize; ++i) m[i % 4] = max_nan(m[i % 4], fabsf(values.v[i]));
+  return max_nan(max_nan(m[0], m[1]), max_nan(m[2], m[3]));
+}
+
+// The elements to quantize, and their largest magnitude (NaN where one is NaN).
+template <typename T, bool kSwiglu>
+__device__ __forceinline__ BlockValues widen_input(const Input<T, kSwiglu>& in, float& amax) {
+  BlockValues values = widen_block(in.x);
+  if constexpr (kSwiglu) {
+    const BlockValues up = widen_block(in.up);
+    if (__all_sync(kFullWarp, is_fast_silu(in.x[0], in.x[1]))) {
+      for (int i = 0; i < kBlockSize; ++i) {
+        values.v[i] = fast_swiglu<T>(values.v[i], up.v[i]);
+      }
+    } else {
+      values = plain_swiglu(values, up);
+    }
+    amax = abs_max16(values);
+  } else {
+    amax = raw_abs_max(in.x[0], in.x[1]);
+  }
+  return values;
+}
 
 struct Encoded {
-  uint32_t codes[2];  // of this lane's eight elements of each half
-  uint8_t scale;      // even lane: first half's block lane / 2; odd lane: the second half's
+  uint32_t codes[2];
+  uint32_t scale;
 };
 
-// `mine` of the block this lane answers for, from the lane pair's halves.
-__device__ __forceinline__ float pair_max(float first, float second, bool odd) {
-  const float sent = odd ? first : second;
-  const float kept = odd ? second : first;
-  return max_nan(kept, __shfl_xor_sync(kFullWarp, sent, 1));
-}
-
-template <bool kClamp>
-__device__ __forceinline__ uint32_t encode_half(const float (&v)[8], float divisor,
-                                                float reciprocal) {
-  float t[8];
-  for (int i = 0; i < 8; ++i) t[i] = quotient(v[i], divisor, reciprocal);
-  return encode8<kClamp>(t);
-}
-
-// The plain form, for the whole warp. By value: an address taken would keep the elements of the
-// fast path in local memory.
-__device__ __noinline__ Encoded encode_plain(const Values values, float g, bool odd) {
-  const float(&v)[2][8] = values.v;
-  const float all[2] = {abs_max8(v[0]), abs_max8(v[1])};
-  const float finite[2] = {finite_abs_max8(v[0]), finite_abs_max8(v[1])};
-  const BlockScale mine = make_block_scale(pair_max(finite[0], finite[1], odd),
-                                           is_finite(pair_max(all[0], all[1], odd)), g);
-  const float theirs = __shfl_xor_sync(kFullWarp, mine.divisor, 1);
-  Encoded e;
-  e.scale = mine.code;
-  for (int h = 0; h < 2; ++h) {
-    const float divisor = (h == 1) == odd ? mine.divisor : theirs;
-    e.codes[h] = 0;
-    for (int i = 0; i < 8; ++i) {
-      e.codes[h] |= static_cast<uint32_t>(quantize_element(v[h][i], divisor)) << (4 * i);
-    }
+__device__ __noinline__ Encoded encode_plain(const BlockValues values, float g) {
+  float all = 0.0f, amax = 0.0f;  // of the finite elements
+  for (int i = 0; i < kBlockSize; ++i) {
+    all = max_nan(all, fabsf(values.v[i]));
+    if (is_finite(values.v[i])) amax = fmaxf(amax, fabsf(values.v[i]));
+  }
+  const BlockScale s = make_block_scale(amax, is_finite(all), g);
+  Encoded e{{0, 0}, s.code};
+  for (int i = 0; i < kBlockSize; ++i) {
+    const uint32_t code = quantize_element(values.v[i], s.divisor);
+    e.codes[i / 8] |= code << (4 * (i % 8));
   }
   return e;
 }
 
-__device__ __forceinline__ Encoded encode(const Values& values, const float (&amax)[2],
-                                          const GlobalScale& g, bool odd) {
-  const float(&v)[2][8] = values.v;
-  const FastBlockScale mine = fast_block_scale(pair_max(amax[0], amax[1], odd), g);
-  if (!__all_sync(kFullWarp, mine.fast)) return encode_plain(values, g.g, odd);
-  float d[2], r[2];  // of the pair's two blocks: the even lane's, the odd lane's
-  for (int h = 0; h < 2; ++h) {
-    d[h] = __shfl_sync(kFullWarp, mine.divisor, h, 2);
-    r[h] = __shfl_sync(kFullWarp, mine.reciprocal, h, 2);
-  }
+__device__ __forceinline__ Encoded encode(const BlockValues& values, float amax,
+                                          const GlobalScale& g) {
+  const FastBlockScale s = fast_block_scale(amax, g);
+  if (!__all_sync(kFullWarp, s.fast)) return encode_plain(values, g.g);
+  const bool clamp = !NVFP4_HARDWARE_E2M1 && __any_sync(kFullWarp, s.clamp);
   Encoded e;
-  e.scale = mine.code;
-  if (!NVFP4_HARDWARE_E2M1 && __any_sync(kFullWarp, mine.clamp)) {
-    for (int h = 0; h < 2; ++h) e.codes[h] = encode_half<true>(v[h], d[h], r[h]);
-  } else {
-    for (int h = 0; h < 2; ++h) e.codes[h] = encode_half<false>(v[h], d[h], r[h]);
+  e.scale = s.code;
+  for (int h = 0; h < 2; ++h) {
+    float t[8];
+    for (int i = 0; i < 8; ++i) t[i] = quotient(values.v[8 * h + i], s.divisor, s.reciprocal);
+    e.codes[h] = encode8(t, clamp);
   }
   return e;
 }
 
 template <bool kAligned>
-__device__ __forceinline__ void store_word(uint8_t* p, uint32_t word) {
+__device__ __forceinline__ void store_codes(uint8_t* p, uint32_t first, uint32_t second) {
   if constexpr (kAligned) {
-    *reinterpret_cast<uint32_t*>(p) = word;
+    *reinterpret_cast<uint2*>(p) = make_uint2(first, second);
   } else {
-    for (int i = 0; i < 4; ++i) p[i] = static_cast<uint8_t>(word >> (8 * i));
-  }
-}
-
-// `data` points at the lane's first code of the row.
-template <bool kAligned>
-__device__ __forceinline__ void store_codes(const Place& place, uint8_t* data,
-                                            const uint32_t (&codes)[2]) {
-  for (int h = 0; h < 2; ++h) {
-    if (place.valid[h]) store_word<kAligned>(data + h * (kHalfElements / 2), codes[h]);
-  }
-}
-
-// The scales of one row: `mine` of every lane.
-template <bool kAligned>
-__device__ __forceinline__ void store_scales(const QuantizeArgs& a, const Place& place,
-                                             uint32_t row, uint32_t mine) {
-  if (!a.swizzled) {
-    if (place.stores_scale) {
-      a.block_scale[uint64_t{row} * a.scale_cols + place.column] = static_cast<uint8_t>(mine);
+    for (int i = 0; i < 4; ++i) {
+      p[i] = static_cast<uint8_t>(first >> (8 * i));
+      p[4 + i] = static_cast<uint8_t>(second >> (8 * i));
     }
-    return;
   }
-  // Four neighbouring blocks of a row make one word: lanes l, l + 2, l + 4, l + 6.
-  uint32_t word = mine << (8 * place.word_byte);
-  word |= __shfl_xor_sync(kFullWarp, word, 2);
-  word |= __shfl_xor_sync(kFullWarp, word, 4);
-  if (place.stores_scale) {
-    // swizzled_offset, in the 32 bits that a row's part of it needs.
-    const uint32_t in_tile = (row % 32) * 16 + row % kTileRows / 32 * 4;
-    uint8_t* p = a.block_scale + place.column / kTileCols * kTileBytes + in_tile +
-                 uint64_t{row / kTileRows} * (a.scale_cols * kTileRows);
-    store_word<kAligned>(p, word);
+}
+
+// Codes and scales of the rows that x does not have, 0x00 whatever g is; thread `first` of `step`.
+template <bool kAligned>
+__device__ __forceinline__ void write_padding(const QuantizeArgs& a, uint32_t first,
+                                              uint32_t step) {
+  const uint64_t data_blocks = uint64_t{a.padded_rows} * a.cols;
+  for (uint64_t i = uint64_t{a.rows} * a.cols + first; i < data_blocks; i += step) {
+    store_codes<kAligned>(a.data + i * kBlockBytes, 0, 0);
+    if (!a.swizzled) a.block_scale[i] = 0;
+  }
+  if (!a.swizzled) return;
+  // Sixteen bytes of a tile are four columns of rows r, r + 32, r + 64 and r + 96.
+  const uint32_t tiles = a.scale_cols / kTileCols;
+  const uint32_t begin = a.rows / kTileRows, end = a.scale_rows / kTileRows;
+  for (uint32_t tile_row = begin; tile_row < end; ++tile_row) {
+    for (uint32_t i = first; i < tiles * 32; i += step) {
+      uint8_t* p = a.block_scale + (uint64_t{tile_row} * tiles * 32 + i) * 16;
+      const uint32_t row = tile_row * kTileRows + i % 32;
+      if (kAligned && row >= a.rows) {
+        *reinterpret_cast<uint4*>(p) = make_uint4(0, 0, 0, 0);
+        continue;
+      }
+      for (int quarter = 0; quarter < 4; ++quarter) {
+        if (row + 32 * quarter < a.rows) continue;
+        if constexpr (kAligned) {
+          *reinterpret_cast<uint32_t*>(p + 4 * quarter) = 0;
+        } else {
+          for (int j = 0; j < 4; ++j) p[4 * quarter + j] = 0;
+        }
+      }
+    }
   }
 }
 
 template <typename T, bool kSwiglu, bool kAligned>
 __global__ void __launch_bounds__(kThreads, kResidentBlocks<T, kSwiglu>)
     quantize_kernel(const QuantizeArgs a) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  const bool odd = lane & 1;
-  const uint32_t warp = blockIdx.x * kWarps + threadIdx.x / kWarpSize;
-  const uint32_t first_row = warp / a.segments;
-  if (first_row >= a.row_step) return;  // the few warps that don't make a whole row of steps
-  const Place place(a, warp - first_row * a.segments, lane);
-
-  uint32_t row = first_row;
-  const T* x = static_cast<const T*>(a.x) + row * a.x_row_stride + place.read;
-  uint8_t* data = a.data + uint64_t{row} * (a.k / 2) + place.element / 2;
-  const int64_t x_step = a.row_step * a.x_row_stride;
-  const uint64_t data_step = uint64_t{a.row_step} * (a.k / 2);
-
-  if (row < a.rows) {
-    auto in = load_input<T, kSwiglu, kAligned>(a, place, x);
-    const GlobalScale g = prepare_global_scale(load_scalar(a.global_scale));
-    while (true) {
-      const uint32_t next_row = row + a.row_step;
-      if (next_row < a.rows) x += x_step;  // else the last row is read once more, for nothing
-      const auto next = load_input<T, kSwiglu, kAligned>(a, place, x);
-      Values values;
-      float amax[2];
-      widen_input(in, values.v, amax);
-      const Encoded e = encode(values, amax, g, odd);
-      store_codes<kAligned>(place, data, e.codes);
-      // Padding is 0x00 whatever g is.
-      store_scales<kAligned>(a, place, row, place.column_valid ? e.scale : 0);
-      data += data_step;
-      row = next_row;
-      if (row >= a.rows) break;
-      in = next;
-    }
+  if (blockIdx.x >= a.task_blocks) {
+    write_padding<kAligned>(a, (blockIdx.x - a.task_blocks) * kThreads + threadIdx.x,
+                            (gridDim.x - a.task_blocks) * kThreads);
+    return;
   }
-  for (; row < a.scale_rows; row += a.row_step) {
-    if (row < a.padded_rows) store_codes<kAligned>(place, data, {0, 0});
-    store_scales<kAligned>(a, place, row, 0);
-    data += data_step;
+  const uint32_t task = blockIdx.x * kWarps + threadIdx.x / kWarpSize;
+  if (task >= a.tasks) return;
+  const uint32_t group = task / a.segments;
+  const uint32_t row = group * a.task_rows;
+  uint32_t left = min(a.task_rows, a.rows - row);  // rows to go
+  const uint32_t column = (task - group * a.segments) * kWarpSize + threadIdx.x % kWarpSize;
+  const bool valid = column < a.cols;
+  const bool stores_scale = column < a.scale_cols;  // padding columns: 0x00 whatever g is
+
+  // A lane past the row's end reads what the first lane of the row does; its codes go nowhere.
+  const T* x = static_cast<const T*>(a.x) + row * a.x_row_stride +
+               (valid ? column : 0) * uint32_t{kBlockSize};
+  uint8_t* data = a.data + (uint64_t{row} * a.cols + column) * kBlockBytes;
+  uint8_t* scale = a.block_scale;
+  uint32_t scale_step;
+  if (a.swizzled) {
+    // swizzled_offset, in the 32 bits that a row's part of it needs. A task's rows lie in one
+    // quarter of a tile: each is 16 bytes after the one before.
+    scale += uint64_t{row / kTileRows} * (a.scale_cols * kTileRows) +
+             column / kTileCols * kTileBytes + (row % 32) * 16 + row % kTileRows / 32 * 4 +
+             column % kTileCols;
+    scale_step = 16;
+  } else {
+    scale += uint64_t{row} * a.cols + column;
+    scale_step = a.cols;
+  }
+
+  auto in = load_input<T, kSwiglu, kAligned>(a, x);
+  const GlobalScale g = prepare_global_scale(load_scalar(a.global_scale));
+  while (true) {
+    float amax;
+    const BlockValues values = widen_input(in, amax);
+    const Encoded e = encode(values, amax, g);
+    if (valid) store_codes<kAligned>(data, e.codes[0], e.codes[1]);
+    if (stores_scale) *scale = static_cast<uint8_t>(valid ? e.scale : 0);
+    if (--left == 0) return;
+    x += a.x_row_stride;
+    data += a.k / 2;
+    scale += scale_step;
+    in = load_input<T, kSwiglu, kAligned>(a, x);
   }
 }
 
 template <typename T, bool kSwiglu>
 void launch_quantize(const QuantizeParams& p, Stream stream) {
   constexpr int64_t kMost = int64_t{1} << 31;
-  const int64_t scale_rows =
-      p.swizzled ? round_up(p.padded_rows, kTileRows) : p.padded_rows;
+  const int64_t scale_rows = p.swizzled ? round_up(p.padded_rows, kTileRows) : p.padded_rows;
   if (scale_rows == 0 || p.k == 0) return;
   if (scale_rows > kMost || p.k > kMost / kTileRows) {
     throw std::runtime_error("quantize: at most 2^31 rows of 2^24 elements");
@@ -281,21 +263,34 @@ void launch_quantize(const QuantizeParams& p, Stream stream) {
   a.k = static_cast<uint32_t>(p.k);
   a.cols = a.k / kBlockSize;
   a.scale_cols = p.swizzled ? static_cast<uint32_t>(round_up(a.cols, kTileCols)) : a.cols;
-  a.segments = static_cast<uint32_t>(ceil_div(a.scale_cols, kSegmentBlocks));
+  a.segments = static_cast<uint32_t>(ceil_div(p.k, kSegmentElements));
   a.global_scale = p.global_scale;
   a.data = p.data;
   a.block_scale = p.block_scale;
   a.swizzled = p.swizzled;
   const bool aligned = is_aligned(p.x, 16) && p.x_row_stride * sizeof(T) % 16 == 0 &&
-                       is_aligned(p.data, 4) && is_aligned(p.block_scale, 4);
-  // Whole rows of steps, at least one: as many as the GPU holds at a time.
-  const int64_t warps = int64_t{current_device().sm_count} * kResidentBlocks<T, kSwiglu> * kWarps;
-  a.row_step = static_cast<uint32_t>(
-      std::min(scale_rows, std::max<int64_t>(1, warps / a.segments)));
-  const dim3 grid(static_cast<unsigned>(ceil_div(int64_t{a.row_step} * a.segments, kWarps)));
+                       is_aligned(p.data, 8) && is_aligned(p.block_scale, 16);
+
+  // Long tasks, but enough of them to go round.
+  const int64_t resident =
+      int64_t{current_device().sm_count} * kResidentBlocks<T, kSwiglu> * kWarps;
+  int64_t task_rows = kMostTaskRows;
+  while (task_rows > 1 && ceil_div(p.rows, task_rows) * a.segments < kTaskWaves * resident) {
+    task_rows /= 2;
+  }
+  const int64_t tasks = ceil_div(p.rows, task_rows) * a.segments;
+  const int64_t task_blocks = ceil_div(tasks, kWarps);
+  if (tasks > kMost) throw std::runtime_error("quantize: more than 2^31 tasks");
+  a.tasks = static_cast<uint32_t>(tasks);
+  a.task_rows = static_cast<uint32_t>(task_rows);
+  a.task_blocks = static_cast<uint32_t>(task_blocks);
+  // About one store a thread.
+  const int64_t padding = (p.padded_rows - p.rows) * a.cols +
+                          (p.swizzled && scale_rows > p.rows ? 32 * (a.scale_cols / kTileCols) : 0);
+  const int64_t padding_blocks = std::min(ceil_div(padding, kThreads), kMostPaddingBlocks);
   launch(kSwiglu ? "swiglu_quantize" : "quantize",
-         aligned ? quantize_kernel<T, kSwiglu, true> : quantize_kernel<T, kSwiglu, false>, grid,
-         kThreads, stream, a);
+         aligned ? quantize_kernel<T, kSwiglu, true> : quantize_kernel<T, kSwiglu, false>,
+         dim3(static_cast<unsigned>(task_blocks + padding_blocks)), kThreads, stream, a);
 }
 
 }  // namespace

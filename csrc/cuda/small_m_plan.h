@@ -15,11 +15,11 @@ namespace nvfp4::cuda {
 
 constexpr int kSmallMWarps = 8;
 constexpr int kSmallMThreads = kSmallMWarps * 32;
-constexpr int kStripRows = 32;    // rows of B a warp multiplies
-constexpr int kChunkK = 128;      // elements of k a warp takes at a time
-constexpr int kMTileRows = 8;     // rows of A a tensor-core tile holds
+constexpr int kStripRows = 32;     // rows of B a warp multiplies
+constexpr int kChunkK = 128;       // elements of k a warp takes at a time
+constexpr int kMTileRows = 8;      // rows of A a tensor-core tile holds
 constexpr int kMaxPackedWork = 8;  // m_tiles * k_warps: registers that hold packed A's next step
-constexpr int kMaxCluster = 8;    // blocks: the portable limit
+constexpr int kMaxCluster = 8;     // blocks: the portable limit
 constexpr int kMinStages = 2, kMaxStages = 6;
 // Per stage and thread: four rows' 16 bytes of codes and 16 bytes of scales.
 constexpr size_t kWeightStageBytes = size_t{kSmallMThreads} * 5 * 16;
@@ -61,13 +61,13 @@ constexpr size_t tile_bytes(int m_tiles, int strips) {
   return size_t{4} * m_tiles * kMTileRows * tile_pitch(strips);
 }
 
-// Not ok() where no choice fits the device's shared memory. packed_a: A is NVFP4 and is decoded into
-// two buffers; else its values go through the pipeline.
+// Not ok() where no choice fits the device's shared memory. packed_a: A is NVFP4 and is decoded
+// into two buffers; else its values go through the pipeline.
 inline SmallMPlan plan_small_m(int64_t m, int64_t n, int64_t k, bool packed_a,
                                const SmallMDevice& device) {
-  constexpr double kReuse = 1.25;       // of a fair share of bandwidth that a lone block can use
-  constexpr double kOverhead = 24e3;    // bytes a block could have read while it starts and ends
-  constexpr double kL2Cost = 0.35;      // of a byte of A, which comes out of L2
+  constexpr double kReuse = 1.25;     // of a fair share of bandwidth that a lone block can use
+  constexpr double kOverhead = 24e3;  // bytes a block could have read while it starts and ends
+  constexpr double kL2Cost = 0.35;    // of a byte of A, which comes out of L2
   const int64_t chunks = (k + kChunkK - 1) / kChunkK;
   const int m_tiles = small_m_tiles(m);
   SmallMPlan best;
@@ -92,9 +92,9 @@ inline SmallMPlan plan_small_m(int64_t m, int64_t n, int64_t k, bool packed_a,
         if (fixed + kMinStages * stage > budget) continue;
         p.stages = static_cast<int>(std::min<size_t>(kMaxStages, (budget - fixed) / stage));
         p.stages = std::max(kMinStages, std::min(p.stages, p.iterations + 1));
-        p.shared_bytes = std::max(fixed + p.stages * stage,
-                                  reduction_bytes(m_tiles, strips, p.k_warps) +
-                                      tile_bytes(m_tiles, strips));
+        p.shared_bytes =
+            std::max(fixed + p.stages * stage,
+                     reduction_bytes(m_tiles, strips, p.k_warps) + tile_bytes(m_tiles, strips));
         if (p.shared_bytes > budget) continue;
         const int64_t tile_rows = kStripRows * strips;
         // Strips interleave within a 128-row tile of scales: count whole tiles.
@@ -111,9 +111,9 @@ inline SmallMPlan plan_small_m(int64_t m, int64_t n, int64_t k, bool packed_a,
                  kL2Cost * m_tiles * kMTileRows * (packed_a ? 0.5625 : 2.0)) +
             kOverhead * (cluster > 1 ? 1.25 : 1.0);
         const int64_t waves = (p.blocks + resident - 1) / resident;
-        const double cost = std::max(block_bytes * p.blocks / resident,
-                                     block_bytes * waves / kReuse) *
-                            (2.0 / per_sm);
+        const double cost =
+            std::max(block_bytes * p.blocks / resident, block_bytes * waves / kReuse) *
+            (2.0 / per_sm);
         if (!best.ok() || cost < best_cost) {
           best = p;
           best_cost = cost;

@@ -45,6 +45,8 @@ CHECK_BATCH = 4096
 SAVE_S = 2.0  # between writes while screening
 SCREEN_SAMPLES = 3
 SEEDS_OF_BEST = 4
+ALIKE = 2
+TIE = 0.005
 INEXACT_FINALISTS = 2  # shown beside the exact ones, for who can live with them
 FIRST_SHARE = 0.65  # of the screen's time; the rest is for the neighbours of the best
 
@@ -389,10 +391,23 @@ class _Sweep:
         self._saved = time.monotonic()
 
     def _best(self, count: int, exact: bool = True) -> list[Algorithm]:
-        """The fastest of the screen, with output equal to the heuristic's or, else, different."""
+        """The fastest of the screen, with output equal to the heuristic's or, else, different.
+
+        Ratios within TIE of each other are one: then what is nearer to the heuristic's answers goes
+        first. Of one kernel at one cluster shape there are at most ALIKE: many differ only in an
+        attribute that it ignores.
+        """
+        answers = [answer["algorithm"] for answer in self._data["heuristic"]]
         entries = [e for e in self._data["screened"] if (e["difference"] is None) == exact]
-        entries.sort(key=lambda entry: -entry["ratio"])
-        return [from_dict(entry["algorithm"]) for entry in entries[:count]]
+        entries.sort(key=lambda e: (-round(e["ratio"] / TIE), _distance(e, answers), -e["ratio"]))
+        taken: Counter[tuple[Any, ...]] = Counter()
+        best = []
+        for algorithm in (from_dict(entry["algorithm"]) for entry in entries):
+            like = (*kernel_of(algorithm), algorithm.cluster)
+            if taken[like] < ALIKE and len(best) < count:
+                taken[like] += 1
+                best.append(algorithm)
+        return best
 
     # ---------------------------------------------------------------------------------- final
 

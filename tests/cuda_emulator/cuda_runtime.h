@@ -65,8 +65,8 @@ T __ldcs(const T* p) {
 namespace emulator {
 constexpr int kWarp = 32;
 
-// The current device. What is read of a device is kept by its index, so a test that changes the rest
-// changes the index too.
+// The current device. What is read of a device is kept by its index, so a test that changes the
+// rest changes the index too.
 struct Machine {
   int index = 0;
   int sm_count = 3;

@@ -165,7 +165,8 @@ size_t turn(std::vector<std::unique_ptr<Fiber>>& pool, size_t used) {
   bool progress = false;
   for (size_t i = 0; i < used; ++i) {
     current = pool[i].get();
-    if (!current->done && !(current->waiting && current->waiting->generation == current->generation)) {
+    if (!current->done &&
+        !(current->waiting && current->waiting->generation == current->generation)) {
       current->waiting = nullptr;
       threadIdx = dim3(current->thread);
       blockIdx = current->block->index;

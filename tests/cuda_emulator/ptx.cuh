@@ -39,8 +39,18 @@ template <typename T>
 uint32_t max_abs_pair(uint32_t a, uint32_t b, T type) {
   uint32_t r = 0;
   for (int i = 0; i < 2; ++i) {
-    const float m = max_nan(std::fabs(pair_element(a, i, type)), std::fabs(pair_element(b, i, type)));
+    const float m =
+        max_nan(std::fabs(pair_element(a, i, type)), std::fabs(pair_element(b, i, type)));
     r |= narrow(m, type) << (16 * i);
+  }
+  return r;
+}
+
+template <typename T>
+uint32_t equal_pair(uint32_t pair, float v, T type) {
+  uint32_t r = 0;
+  for (int i = 0; i < 2; ++i) {
+    if (pair_element(pair, i, type) == v) r |= 0xFFFFu << (16 * i);
   }
   return r;
 }
@@ -84,6 +94,8 @@ inline uint4 load_streaming(const void* p) {
   std::memcpy(&v, p, sizeof(v));
   return v;
 }
+
+inline uint4 load_cached(const void* p) { return load_streaming(p); }
 
 inline uint8_t* dynamic_shared() { return emulator::shared_memory(emulator::cluster_rank()); }
 inline uint32_t shared_address(const void* p) {

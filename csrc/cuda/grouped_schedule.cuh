@@ -1,0 +1,278 @@
+// What the grouped kernels share: which tile a block works on next, and how a tile is written.
+//
+// Blocks are persistent: block b takes items b, b + grid, b + 2 grid, ... of the list
+//   for each group, for each tile of n, for each tile of m
+// whose length only the device knows. A block keeps the running number of tiles of a window of
+// groups in shared memory and moves it forward as its items ask for later groups, so the number of
+// groups is not limited and costs no workspace.
+#pragma once
+
+#include "common.cuh"
+
+namespace nvfp4::cuda {
+
+constexpr int kWindow = 512;  // groups whose prefix sums are in shared memory
+constexpr int kMaxThreads = 256;
+
+// One tile of one group: rows [row, row + rows) of the problem, columns from n on, k in
+// [k_begin, k_end).
+struct GroupedTile {
+  int64_t group, row, n, k_begin, k_end;
+  int rows;
+};
+
+struct ScheduleMemory {
+  int ends[kWindow];   // last row of the group, exclusive
+  int tiles[kWindow];  // tiles along m of the window's groups up to and with this one
+  int scan[2][kMaxThreads];
+};
+
+template <int kThreads, int kTileM, int kTileN>
+class Schedule {
+ public:
+  __device__ Schedule(const GroupedGemmParams& p, ScheduleMemory* memory)
+      : p_(p), memory_(memory), tiles_n_((p.n + kTileN - 1) / kTileN) {
+    if (!p.ragged_k && p.groups > 0) load_window();
+  }
+
+  // Item `index`; indices never decrease from call to call, and all threads ask together. False
+  // after the last one.
+  __device__ bool find(int64_t index, GroupedTile& tile) {
+    if (p_.ragged_k) return find_slice(index, tile);
+    if (p_.groups == 0) return false;
+    while (index >= (tiles_before_ + memory_->tiles[count_ - 1]) * tiles_n_) {
+      if (first_ + count_ >= p_.groups) return false;
+      first_ += count_;
+      tiles_before_ += memory_->tiles[count_ - 1];
+      rows_before_ = memory_->ends[count_ - 1];
+      load_window();
+    }
+    const int64_t local = index - tiles_before_ * tiles_n_;
+    int low = 0, high = count_ - 1;  // the first group whose items end beyond `local`
+    while (low < high) {
+      const int middle = (low + high) / 2;
+      if (memory_->tiles[middle] * tiles_n_ > local) {
+        high = middle;
+      } else {
+        low = middle + 1;
+      }
+    }
+    const int before = low ? memory_->tiles[low - 1] : 0;
+    const int begin = low ? memory_->ends[low - 1] : rows_before_;
+    const int of_group = memory_->tiles[low] - before;
+    const int64_t in_group = local - before * tiles_n_;
+    const int m_tile = static_cast<int>(in_group % of_group);
+    tile.group = first_ + low;
+    tile.row = begin + int64_t{m_tile} * kTileM;
+    tile.rows = static_cast<int>(min(int64_t{kTileM}, memory_->ends[low] - tile.row));
+    tile.n = in_group / of_group * kTileN;
+    tile.k_begin = 0;
+    tile.k_end = p_.k;
+    return true;
+  }
+
+  // Rows of the problem that no group has: [rows_end(), m). Only after find() gave false.
+  __device__ int64_t rows_end() const { return count_ ? memory_->ends[count_ - 1] : 0; }
+
+ private:
+  __device__ bool find_slice(int64_t index, GroupedTile& tile) {
+    const int64_t tiles_m = (p_.m + kTileM - 1) / kTileM, of_group = tiles_m * tiles_n_;
+    if (index >= of_group * p_.groups) return false;
+    const int64_t in_group = index % of_group;
+    const auto offset = [&](int64_t e) {
+      const int64_t at = e < 0 ? 0 : p_.offs[e];
+      return min(max(at, int64_t{0}), p_.k) / kBlockSize * kBlockSize;
+    };
+    tile.group = index / of_group;
+    tile.row = in_group % tiles_m * kTileM;
+    tile.rows = static_cast<int>(min(int64_t{kTileM}, p_.m - tile.row));
+    tile.n = in_group / tiles_m * kTileN;
+    tile.k_begin = offset(tile.group - 1);
+    tile.k_end = max(offset(tile.group), tile.k_begin);
+    return true;
+  }
+
+  // Inclusive over the threads.
+  template <typename Combine>
+  __device__ int scan(int value, Combine combine) {
+    const int t = static_cast<int>(threadIdx.x);
+    int side = 0;
+    memory_->scan[0][t] = value;
+    __syncthreads();
+    for (int distance = 1; distance < kThreads; distance *= 2, side ^= 1) {
+      value = memory_->scan[side][t];
+      if (t >= distance) value = combine(memory_->scan[side][t - distance], value);
+      memory_->scan[side ^ 1][t] = value;
+      __syncthreads();
+    }
+    return value;
+  }
+
+  __device__ void load_window() {
+    static_assert(kWindow % kThreads == 0 && kThreads <= kMaxThreads);
+    constexpr int kEach = kWindow / kThreads;
+    count_ = static_cast<int>(min(int64_t{kWindow}, p_.groups - first_));
+    const int from = static_cast<int>(threadIdx.x) * kEach;
+    int ends[kEach];
+    int running = rows_before_;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      ends[i] = from + i < count_ ? p_.offs[first_ + from + i] : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      running = max(running, static_cast<int>(min(int64_t{ends[i]}, p_.m)));
+      ends[i] = running;
+    }
+    __syncthreads();  // everyone is done with the window before
+    // What comes before this thread's first group: the inclusive scan's value of the thread before.
+    scan(running, [](int a, int b) { return max(a, b); });
+    const int t = static_cast<int>(threadIdx.x);
+    const int* last = memory_->scan[kScans % 2];
+    int begin = t ? last[t - 1] : rows_before_;
+    int tiles[kEach], sum = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int end = max(begin, ends[i]);
+      sum += (end - begin + kTileM - 1) / kTileM;
+      tiles[i] = sum;
+      if (from + i < count_) memory_->ends[from + i] = end;
+      begin = end;
+    }
+    __syncthreads();
+    const int before = scan(sum, [](int a, int b) { return a + b; }) - sum;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      if (from + i < count_) memory_->tiles[from + i] = before + tiles[i];
+    }
+    __syncthreads();
+  }
+
+  static constexpr int log2(int v) { return v > 1 ? 1 + log2(v / 2) : 0; }
+  static constexpr int kScans = log2(kThreads);
+
+  const GroupedGemmParams& p_;
+  ScheduleMemory* const memory_;
+  const int64_t tiles_n_;
+  int64_t first_ = 0;  // the window's first group
+  int64_t tiles_before_ = 0;
+  int rows_before_ = 0;
+  int count_ = 0;
+};
+
+// At most as many items as there can be, for the size of the grid.
+inline int64_t most_items(const GroupedGemmParams& p, int64_t tile_m, int64_t tile_n) {
+  const int64_t tiles_n = ceil_div(p.n, tile_n);
+  if (p.ragged_k) return p.groups * ceil_div(p.m, tile_m) * tiles_n;
+  return (p.m / tile_m + std::min(p.groups, p.m)) * tiles_n;
+}
+
+// The problem's row i comes from this row of A; -1 where it is out of range: its result is zero.
+__device__ __forceinline__ int64_t source_row(const GroupedGemmParams& p, int64_t i) {
+  const int64_t row = p.gather ? p.gather[i] : i;
+  return row >= 0 && row < p.a_rows ? row : -1;
+}
+
+// And goes to this row of out's (m, n); -1 where it is dropped.
+__device__ __forceinline__ int64_t target_row(const GroupedGemmParams& p, int64_t i) {
+  const int64_t row = p.scatter ? p.scatter[i] : i;
+  return row >= 0 && row < p.m ? row : -1;
+}
+
+__device__ __forceinline__ float group_alpha(const GroupedGemmParams& p, int64_t group) {
+  return p.group_alpha ? p.group_alpha[group] : load_scalar(p.alpha);
+}
+
+template <typename Out>
+__device__ __forceinline__ uint32_t bits_of(Out v) {
+  uint32_t bits = 0;
+  memcpy(&bits, &v, sizeof(v));
+  return bits;
+}
+
+// Eight results of one row to out[index] on, of which `count` exist. kWide: 16-byte stores may be
+// used where all eight exist.
+template <typename Out>
+__device__ __forceinline__ void store_eight(Out* out, const float (&v)[8], int count, bool wide) {
+  if (wide && count == 8) {
+    if constexpr (sizeof(Out) == 4) {
+      uint4* target = reinterpret_cast<uint4*>(out);
+      for (int h = 0; h < 2; ++h) {
+        target[h] = make_uint4(
+            bits_of(from_float<Out>(v[4 * h])), bits_of(from_float<Out>(v[4 * h + 1])),
+            bits_of(from_float<Out>(v[4 * h + 2])), bits_of(from_float<Out>(v[4 * h + 3])));
+      }
+    } else {
+      uint32_t w[4];
+      for (int i = 0; i < 4; ++i) {
+        w[i] = bits_of(from_float<Out>(v[2 * i])) | bits_of(from_float<Out>(v[2 * i + 1])) << 16;
+      }
+      *reinterpret_cast<uint4*>(out) = make_uint4(w[0], w[1], w[2], w[3]);
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if (i < count) out[i] = from_float<Out>(v[i]);
+  }
+}
+
+__device__ __forceinline__ void store_eight(void* out, DType type, int64_t index,
+                                            const float (&v)[8], int count, bool wide) {
+  switch (type) {
+    case DType::kFloat32:
+      return store_eight(static_cast<float*>(out) + index, v, count, wide);
+    case DType::kBFloat16:
+      return store_eight(static_cast<__nv_bfloat16*>(out) + index, v, count, wide);
+    default:
+      return store_eight(static_cast<__half*>(out) + index, v, count, wide);
+  }
+}
+
+__device__ __forceinline__ void store_one(void* out, DType type, int64_t index, float v) {
+  switch (type) {
+    case DType::kFloat32:
+      static_cast<float*>(out)[index] = from_float<float>(v);
+      break;
+    case DType::kBFloat16:
+      static_cast<__nv_bfloat16*>(out)[index] = from_float<__nv_bfloat16>(v);
+      break;
+    default:
+      static_cast<__half*>(out)[index] = from_float<__half>(v);
+  }
+}
+
+// Rows [begin, m) of out become zero, the grid's threads together.
+__device__ __forceinline__ void zero_rows(const GroupedGemmParams& p, int64_t begin, int threads,
+                                          bool wide) {
+  const int64_t each = 8, vectors = (p.n + each - 1) / each;
+  const float zeros[8] = {};
+  for (int64_t i = int64_t{blockIdx.x} * threads + threadIdx.x; i < (p.m - begin) * vectors;
+       i += int64_t{gridDim.x} * threads) {
+    const int64_t row = begin + i / vectors, n = i % vectors * each;
+    store_eight(p.out, p.out_type, row * p.n + n, zeros, static_cast<int>(min(each, p.n - n)),
+                wide);
+  }
+}
+
+NVFP4_HD bool wide_stores(const GroupedGemmParams& p) {
+  return reinterpret_cast<uintptr_t>(p.out) % 16 == 0 && p.n % 8 == 0;
+}
+
+template <typename Kernel, typename Args>
+void launch_persistent(const char* name, Kernel kernel, int64_t items, int threads,
+                       size_t shared_bytes, int blocks_per_sm, Stream stream, const Args& args) {
+  const int64_t resident = int64_t{current_device().sm_count} * blocks_per_sm;
+  check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                             cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             static_cast<int>(shared_bytes)),
+        "cudaFuncSetAttribute");
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(std::max<int64_t>(1, std::min(items, resident))));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = as_stream(stream);
+  check(cudaLaunchKernelEx(&config, kernel, args), name);
+}
+
+}  // namespace nvfp4::cuda

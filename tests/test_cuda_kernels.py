@@ -1,0 +1,88 @@
+"""The fused small-M GEMM on a GPU, against the exact CPU GEMM: every M up to 32, ragged N and K.
+
+Its sums are FP32 in the tensor core's order, so a result may be off by the accumulation bound
+K · 2⁻²² · Σ|a·b| and one rounding to BF16; two runs must agree to the byte. What other kernels owe is
+in test_byte_exact.py, through the `device` fixture; memory behind outputs is watched by the emulator
+(test_kernels_on_cpu.py).
+"""
+
+import pytest
+import torch
+from compare import assert_same_bytes
+from helpers import cuda_missing, poison
+
+from nvfp4_linear import reference
+
+ops = torch.ops.nvfp4
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(cuda_missing() is not None, reason=str(cuda_missing())),
+]
+
+SHAPES = [(1, 16), (8, 48), (24, 96), (136, 4096), (5376, 96), (640, 14336)]  # N, K
+ALPHA = torch.tensor(0.37)
+
+
+def operand(rows: int, k: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Packed data and swizzled scales of normal values, and those values decoded, in FP64."""
+    x = torch.randn(rows, k, generator=torch.Generator().manual_seed(seed))
+    data, scale = reference.quantize(x)
+    return data, scale, reference.dequantize(data, scale).double()
+
+
+def assert_close(
+    actual: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor
+) -> None:
+    """Within the accumulation bound and one BF16 rounding of alpha · a · bᵀ + bias."""
+    exact = ALPHA.double() * (a @ b.T) + bias.double()
+    bound = a.shape[1] * 2.0**-22 * ALPHA.double() * (a.abs() @ b.abs().T)
+    allowed = bound + 2.0**-7 * exact.abs() + 1e-30
+    excess = (actual.cpu().double() - exact).abs() - allowed
+    assert not actual.isnan().any()
+    assert excess.max() <= 0, f"worst excess {excess.max():.3g} at {excess.argmax().item()}"
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize("kind", ["packed", torch.bfloat16, torch.float16], ids=str)
+def test_every_m(kind, n, k):
+    b_data, b_scale, b = operand(n, k, seed=1)
+    bias = torch.randn(n, generator=torch.Generator().manual_seed(2))
+    weight = (b_data.cuda(), b_scale.cuda())
+    for m in range(1, 33):
+        a_data, a_scale, a = operand(m, k, seed=m)
+        poison("cuda")
+        if kind == "packed":
+            arguments = (a_data.cuda(), weight[0], a_scale.cuda(), weight[1])
+            results = [ops.gemm(*arguments, ALPHA.cuda(), bias.cuda()) for _ in range(2)]
+        else:
+            x = torch.randn(m, k + 8, generator=torch.Generator().manual_seed(m)).to(kind)
+            x = x.cuda()[:, :k]  # rows further apart than k
+            a = x.cpu().double()
+            results = [
+                ops.gemm_a16w4(x, *weight, ALPHA.cuda(), bias.cuda(), torch.bfloat16)
+                for _ in range(2)
+            ]
+        assert_same_bytes(results[1], results[0], f"m = {m}: second run")
+        assert_close(results[0], a, b, bias)
+
+
+@pytest.mark.parametrize("kind", ["packed", torch.bfloat16], ids=str)
+def test_nan_scales_stay_in_their_row_and_column(kind):
+    n, k, m = 136, 256, 9
+    b_data, b_scale, _ = operand(n, k, seed=1)
+    a_data, a_scale, _ = operand(m, k, seed=2)
+    linear = reference.unswizzle_scales(b_scale, n, k // 16).view(torch.uint8).clone()
+    linear[77, 3] = 0x7F
+    bad = reference.swizzle_scales(linear.view(torch.float8_e4m3fn)).cuda()
+    weight = b_data.cuda()
+    if kind == "packed":
+        good_y, y = (
+            ops.gemm(a_data.cuda(), weight, a_scale.cuda(), s) for s in (b_scale.cuda(), bad)
+        )
+    else:
+        x = torch.randn(m, k, device="cuda", dtype=kind)
+        good_y, y = (ops.gemm_a16w4(x, weight, s) for s in (b_scale.cuda(), bad))
+    column = torch.zeros(n, dtype=torch.bool)
+    column[77] = True
+    assert (y.cpu()[:, column].view(torch.int16) == 0x7FC0).all()
+    assert_same_bytes(y.cpu()[:, ~column], good_y.cpu()[:, ~column], "the other columns")
