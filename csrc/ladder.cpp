@@ -94,6 +94,12 @@ void choose_chunks(const GemmRequest& r, Route* route) {
   }
 }
 
+bool takes_mid_m(const GemmRequest& r) {
+  return !r.dense_b && r.m <= cuda::kMidMMax && r.device.cc_major == 9 && r.device.cc_minor == 0 &&
+         r.k > 0 && r.k % (2 * kBlockSize) == 0 && r.alignment >= 16 &&
+         (!r.dense_a || r.a_row_stride % 8 == 0);
+}
+
 void find_emulated(const GemmRequest& r, Route* route) {
   if (!has_emulation(r.device)) return;
   route->rung = kEmulatedRung;
@@ -103,6 +109,10 @@ void find_emulated(const GemmRequest& r, Route* route) {
   route->decoded_type = decoded == DType::kFloat16 ? ElementType::kFp16 : ElementType::kBf16;
   if (!r.dense_b && r.m <= cuda::kSmallMMax) {
     route->kernel = EmulatedKernel::kSmallM;
+    return;
+  }
+  if (takes_mid_m(r)) {
+    route->kernel = EmulatedKernel::kMidM;
     return;
   }
   route->kernel = EmulatedKernel::kDecode;
@@ -171,6 +181,7 @@ int64_t workspace_bytes(const GemmRequest& r, const Route& route) {
     const int64_t accumulators = route.separate_epilogue ? 4 * route.m_chunk * r.n : 0;
     return accumulators + static_cast<int64_t>(route.plan->workspace_bytes);
   }
+  if (route.kernel == EmulatedKernel::kMidM) return cuda::gemm_mid_m_workspace(r.m, r.k);
   if (route.kernel != EmulatedKernel::kDecode) return 0;
   const int64_t decoded =
       2 * r.k * ((r.dense_b ? 0 : route.n_chunk) + (r.dense_a ? 0 : route.m_chunk));
@@ -315,6 +326,8 @@ const char* kernel_name(const Route& route) {
   switch (route.kernel) {
     case EmulatedKernel::kSmallM:
       return "gemm_small_m";
+    case EmulatedKernel::kMidM:
+      return "gemm_mid_m";
     case EmulatedKernel::kDecode:
       return "decode + cublasLtMatmul";
     case EmulatedKernel::kSlices:

@@ -141,6 +141,9 @@ def _explain_arguments(parser: argparse.ArgumentParser) -> None:
         "--out-dtype", choices=DTYPES, default="bfloat16", help="(default: bfloat16)"
     )
     parser.add_argument("--bias", action="store_true", help="with a bias of the output's dtype")
+    parser.add_argument(
+        "--predict", action="store_true", help="and what a model says of its L2 traffic"
+    )
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--device", help="cpu or cuda:0 (default: the GPU where there is one)")
     where.add_argument(
@@ -160,11 +163,12 @@ def _explain(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             f"torch sees no GPU here, so not {args.device}: ask about one with --cc and --sms"
         )
     out_dtype = DTYPES[args.out_dtype]
+    device = algorithms.Device(args.cc, args.sms, name="a chip") if args.cc else args.device
     plan = algorithms.explain(
         args.m,
         args.n,
         args.k,
-        device=algorithms.Device(args.cc, args.sms, name="a chip") if args.cc else args.device,
+        device=device,
         activation=args.activation,
         out_dtype=out_dtype,
         bias_dtype=out_dtype if args.bias else None,
@@ -175,7 +179,20 @@ def _explain(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     document = {"ok": plan.rung is not None, "hypothetical": bool(args.cc), **plan.to_dict()}
     if plan.rung is None:
         document["error"] = "no rung takes this call: the plan lists every rung's reason"
+    if args.predict:
+        document["predictions"] = _predictions(plan, device, console)
     return document
+
+
+def _predictions(
+    plan: algorithms.Plan, device: algorithms.Device | str | None, console: Console
+) -> list[dict[str, Any]]:
+    from .lab import prediction
+
+    chip = algorithms.device_of(device)
+    found = prediction.predictions(plan, chip) if isinstance(chip, algorithms.Device) else []
+    console.say(*(prediction.text(found) or ["       no cuBLASLt algorithm to predict for"]))
+    return found
 
 
 def _size(text: str) -> int:

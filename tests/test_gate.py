@@ -161,6 +161,19 @@ def test_other_bytes_end_the_ladder_where_they_show(climb, stage, function, reac
     assert "**NOT PROMOTED**" in text and "DIFFERENT" in text
 
 
+def test_bytes_that_differ_in_one_round_only_are_different(climb):
+    class Once(Scripted):
+        pinned_calls = 0
+
+        def gemm(self, operands):
+            self.pinned_calls += self.arm == gate.PINNED
+            self.wrong = lambda _: self.arm == gate.PINNED and self.pinned_calls == 4
+            return super().gemm(operands)
+
+    reasons = climb(Once())["verdict"]["reasons"]
+    assert reasons[0].startswith("isolated GEMM: the outputs differ: 1 of 1,536 elements")
+
+
 def test_as_fast_as_the_heuristic_is_not_promoted(climb):
     data = climb(Scripted(cost=(1.0, 1.0)))
     assert not data["verdict"]["promoted"] and data["blocks"] == []

@@ -401,3 +401,24 @@ def test_graph_and_no_host_sync():
         torch.cuda.synchronize()
         assert_same_bytes(y, problem.call("cuda"))
         assert_within_bound(y, problem, problem.call(out_dtype=torch.float32))
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("seed", [0, 15, 31])
+@pytest.mark.parametrize("a", ["linear", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("sizes", "n", "k"),
+    [
+        ([5, 0, 1, 33, 0, 17, 0], 136, 96),
+        ([64, 3, 17, 40], 392, 544),
+        ([200, 1, 130, 0, 300], 520, 1056),
+        ([1] * 600, 8, 64),
+    ],
+)
+@pytest.mark.parametrize("kernel", ["general", "small", "wgmma"])
+def test_every_kernel(monkeypatch, kernel, sizes, n, k, a, seed):
+    """Each where the sizes would not pick it."""
+    monkeypatch.setenv("NVFP4_GROUPED_KERNEL", kernel)
+    out_dtype = (torch.bfloat16, torch.float16, torch.float32)[len(a) % 3]
+    check(ragged_m(a, "swizzled", n, k, sizes, seed), "cuda", out_dtype)

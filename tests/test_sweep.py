@@ -20,11 +20,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench import traffic
 from nvfp4_linear import _cublaslt as lt
 from nvfp4_linear import algorithms, cli
 from nvfp4_linear.algorithms import Algorithm, Device, Pin
 from nvfp4_linear.console import CommandError, Console
-from nvfp4_linear.lab import candidates, commands, measure, promote, report, session, sweep, verdict
+from nvfp4_linear.lab import (
+    candidates,
+    commands,
+    measure,
+    prediction,
+    promote,
+    report,
+    session,
+    sweep,
+    verdict,
+)
 from nvfp4_linear.lab.children import Child, ChildLost
 from nvfp4_linear.lab.session import Session, find_machine, kernel_of
 
@@ -661,6 +672,9 @@ def test_killed_at_any_moment_the_file_is_usable_no_process_is_left_and_it_resum
     assert process.wait(120) == 0, process.stderr.read()
     data = read(path)
     assert data["finished"] and data["verdict"]["winner"] is not None
+    for generation in data["generations"]:
+        answered = sum(generation["refused"].values()) + len(generation["accepted"])
+        assert answered <= generation["checked"] == generation["total"]
     assert data["screened"][: len(before["screened"])] == before["screened"]
     assert len(data["final"]["rounds"]) == 30
     seen = [tuple(e["algorithm"].values()) for e in data["screened"]]
@@ -918,3 +932,80 @@ def test_out_must_be_json_and_a_chip_whole(double, quick, capsys):
     assert "--out must end in .json, got x.txt" in capsys.readouterr().err
     assert command(*quick, "--cc", "12.1") == 1
     assert "--cc and --sms go together" in capsys.readouterr().err
+
+
+# ---- On a GPU -------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, found none")
+@pytest.mark.parametrize("kind", ["bf16", "fp8_e4m3", "nvfp4"])
+def test_a_sweep_on_the_gpu(tmp_path, whole_space, kind):
+    """The real library, its children and CUDA events, at a size of a few seconds."""
+    machine = find_machine()
+    needed = {"bf16": (8, 0), "fp8_e4m3": (8, 9), "nvfp4": (10, 0)}[kind]
+    options = sweep.Options(rounds=6, finalists=3, budget_s=4)
+    if machine.chip.cc < needed:
+        with pytest.raises(CommandError, match="the heuristic has no answer for this problem"):
+            run(machine, tmp_path / "s.json", options, (kind, 2048, 1024, 4096))
+        return
+    result = run(machine, tmp_path / "s.json", options, (kind, 2048, 1024, 4096))
+    data, first = result.data, result.data["heuristic"][0]["algorithm"]
+    assert result.finished and data["verdict"]["reproducible"]
+    assert data["generations"][0]["checked"] == data["generations"][0]["total"] > 1000
+    rebuilt = next(e for e in data["screened"] if e["algorithm"] == first)
+    assert rebuilt["difference"] is None and 0.5 < rebuilt["ratio"] < 2
+    assert data["measured_with"]["clock"] == "CUDA events" and data["verdict"]["noise"] < 0.5
+    assert data["machine"]["gpu"] == torch.cuda.get_device_name()
+
+
+# ---- The prediction -------------------------------------------------------------------------------
+
+
+def planned(algorithm, kind="nvfp4", shape=(37824, 5376, 14336)):
+    m, n, k = shape
+    problem = {"type": kind, "m": m, "n": n, "k": k}
+    return algorithms.Plan(m, n, k, "a chip", "cublaslt-pinned", "cuBLASLt", algorithm=algorithm,
+                           details={"plan": {"problem": problem}})  # fmt: skip
+
+
+GB10 = Device((12, 1), 48, name="GB10")
+
+
+def test_explain_predicts_traffic_and_calls_it_a_prediction(monkeypatch):
+    """The study's two algorithms, in the orders that are consistent with its profiles."""
+    monkeypatch.setattr(prediction, "ORDERS", prediction.ORDERS[1:2])
+    monkeypatch.setattr(prediction, "SPLIT_ORDERS", prediction.SPLIT_ORDERS[:1])
+    for split_k, order, rate in ((1, "grouped:8", 0.911), (-2, "stream-k-tail", 0.533)):
+        (one,) = prediction.predictions(planned(Algorithm(70, 20, 37, split_k)), GB10)
+        assert (one["order"], one["basis"]) == (order, "prediction")
+        assert one["hit_rate"] == pytest.approx(rate, abs=0.001)
+        (line,) = prediction.text([one])
+        assert f"predicted, not measured, {order}: L2 hit rate {rate:.1%}" in line
+
+
+def test_a_tile_is_turned_to_our_side():
+    """cuBLASLt's 128x256 has 256 along M: one row of tiles here, and B is read once."""
+    shape = (200, 4096, 512)
+    wide, tall = (
+        prediction.predictions(planned(Algorithm(66, tile, 36), "bf16", shape), GB10)[0]
+        for tile in (23, 24)  # 128x256, 256x128
+    )
+    own = traffic.simulate(traffic.Problem(*shape, tile_m=256, tile_n=128, element="bf16"),
+                           "row-major", sms=48, l2_bytes=24 << 20)  # fmt: skip
+    assert wide["in_bounds_bytes"] == own.in_bounds_bytes != tall["in_bounds_bytes"]
+
+
+def test_nothing_is_predicted_without_an_algorithm_an_l2_or_patience(monkeypatch):
+    assert prediction.predictions(planned(None), GB10) == []
+    with pytest.raises(CommandError, match="ask about a smaller problem"):
+        prediction.predictions(planned(Algorithm(66, 1, 36), "bf16"), GB10)
+    if not torch.cuda.is_available():
+        with pytest.raises(CommandError, match=r"the L2 of another .* is not known"):
+            unknown = Device((9, 0), 131, name="another")
+            prediction.predictions(planned(Algorithm(66, 23, 36)), unknown)
+    missing = ModuleNotFoundError("bench.traffic")
+    monkeypatch.setattr(prediction.importlib, "import_module",
+                        lambda name: (_ for _ in ()).throw(missing))  # fmt: skip
+    with pytest.raises(CommandError, match="run it in the root of the source tree"):
+        prediction.predictions(planned(Algorithm(66, 23, 36)), GB10)

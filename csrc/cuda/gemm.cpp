@@ -135,8 +135,7 @@ std::string run_nvfp4(const GemmParams& p, const GemmRequest& request, const Rou
   return "";
 }
 
-// The fused kernel, as many rows at a time as it takes.
-void run_small_m(const GemmParams& p, Stream stream) {
+SmallMParams fused_params(const GemmParams& p) {
   SmallMParams slice;
   slice.a = p.a.data;
   slice.a_scale = p.a.scale;
@@ -149,7 +148,20 @@ void run_small_m(const GemmParams& p, Stream stream) {
   slice.alpha = p.alpha;
   slice.bias = p.bias;
   slice.bias_type = p.bias_type;
+  slice.m = p.m;
+  slice.out = p.out;
   slice.out_type = p.out_type;
+  return slice;
+}
+
+void run_mid_m(const GemmParams& p, const Tensor& like, Stream stream) {
+  const Workspace image(gemm_mid_m_workspace(p.m, p.k), like);
+  gemm_mid_m(fused_params(p), image.data(), stream);
+}
+
+// The fused kernel for few rows, as many of them at a time as it takes.
+void run_small_m(const GemmParams& p, Stream stream) {
+  SmallMParams slice = fused_params(p);
   for (int64_t m0 = 0; m0 < p.m; m0 += kSmallMMax) {
     slice.m = std::min(kSmallMMax, p.m - m0);
     slice.a_row_begin = m0;
@@ -244,6 +256,7 @@ void gemm(const GemmParams& p, const Tensor& like, Stream stream) {
       continue;  // every plan of the rung is retired by now: the next route is the next rung
     }
     if (route.kernel == EmulatedKernel::kSmallM) return run_small_m(p, stream);
+    if (route.kernel == EmulatedKernel::kMidM) return run_mid_m(p, like, stream);
     if (route.kernel == EmulatedKernel::kDecode) {
       const std::string reasons = run_decoded(p, request, route, like, stream);
       if (reasons.empty()) return;

@@ -1,8 +1,16 @@
 // grouped_gemm on a GPU: which kernel takes it, by sizes that the host knows, never by offs.
+//
+//   few rows    packed weights decoded in registers for mma.sync: bound by the weights' bytes
+//   wgmma       the same for Hopper's warpgroup instructions, from kWgmmaRows rows a group on
+//   general     everything else
+//
+// NVFP4_GROUPED_KERNEL=small|wgmma|general takes that one wherever it can be had, for tests.
 #include "grouped_gemm.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <optional>
+#include <string>
 
 #include "../ladder.h"
 #include "../nvfp4.h"
@@ -11,8 +19,9 @@
 namespace nvfp4::cuda {
 namespace {
 
-// Up to this many rows a group on average, weights are decoded in registers for mma.sync tiles.
-constexpr int64_t kFewRows = 64;
+// Rows a group, on average: up to here its weights' bytes are the limit without wgmma, and from
+// here on with it.
+constexpr int64_t kFewRows = 64, kWgmmaRows = int64_t{1} << 40;  // until measured
 
 // The kernels for packed weights take a dense A: a packed one is decoded first, exactly, all of it,
 // because gather may ask for any row. Not where that takes more than the library's budget.
@@ -35,14 +44,30 @@ std::optional<Tensor> decode_a(GroupedGemmParams& p, const Tensor& like, Stream 
   return decoded;
 }
 
+enum class Kernel { kFewRows, kWgmma, kGeneral };
+
+// For a dense A.
+Kernel pick_kernel(const GroupedGemmParams& p, int64_t rows) {
+  if (!grouped_small_m_weights(p)) return Kernel::kGeneral;
+  const char* forced = std::getenv("NVFP4_GROUPED_KERNEL");
+  const std::string wanted = forced ? forced : "";
+  if (wanted == "general") return Kernel::kGeneral;
+  if (wanted == "small") return Kernel::kFewRows;
+  const bool many = wanted == "wgmma" || (wanted.empty() && rows >= kWgmmaRows);
+  if (many && grouped_wgmma_available()) return Kernel::kWgmma;
+  return rows <= kFewRows ? Kernel::kFewRows : Kernel::kGeneral;
+}
+
 }  // namespace
 
 void grouped_gemm(const GroupedGemmParams& p, const Tensor& like, Stream stream) {
-  const int64_t rows = p.groups ? (p.m + p.groups - 1) / p.groups : p.m;  // of a group, on average
-  if (!p.ragged_k && p.b.scale && rows <= kFewRows && grouped_small_m_weights(p)) {
+  const int64_t rows = p.groups ? (p.m + p.groups - 1) / p.groups : p.m;
+  const Kernel kernel = pick_kernel(p, rows);
+  if (kernel != Kernel::kGeneral) {
     GroupedGemmParams dense = p;
     const auto decoded = decode_a(dense, like, stream);
     if (grouped_small_m_takes(dense)) {
+      if (kernel == Kernel::kWgmma) return grouped_wgmma(dense, rows, stream);
       // Twice the average: groups differ, and a group of more rows than a tile reads its weights
       // twice, while an empty part of a tile costs little.
       return grouped_small_m(dense, std::min(2 * rows, kGroupedSmallMMax), stream);

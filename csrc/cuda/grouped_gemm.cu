@@ -294,7 +294,7 @@ __global__ void __launch_bounds__(kThreads, 2) grouped_kernel(const GroupedArgs 
   constexpr float kUnit =
       (kPackedA ? 1.0f / kDecodedUnit : 1.0f) * (kPackedB ? 1.0f / kDecodedUnit : 1.0f);
 
-  Schedule<kThreads, kTile, kTile> schedule(p, &memory->schedule);
+  Schedule<kThreads, kTile, kTile> schedule(p, &memory->schedule, static_cast<int>(threadIdx.x));
   GroupedTile tile;
   for (int64_t item = blockIdx.x; schedule.find(item, tile); item += gridDim.x) {
     __syncthreads();  // the tile before is stored
@@ -354,11 +354,11 @@ __global__ void __launch_bounds__(kThreads, 2) grouped_kernel(const GroupedArgs 
     __syncthreads();
     finish(args, tile, *memory, kUnit, warp, g, t, acc, sums);
   }
-  if (!p.ragged_k && !p.scatter) zero_rows(p, schedule.rows_end(), kThreads, args.wide);
+  if (!p.ragged_k && !p.scatter) zero_rows(p, schedule.rows_end(), kThreads, thread, args.wide);
 }
 
 __global__ void __launch_bounds__(kZeroThreads) zero_kernel(const GroupedGemmParams p, bool wide) {
-  zero_rows(p, 0, kZeroThreads, wide);
+  zero_rows(p, 0, kZeroThreads, static_cast<int>(threadIdx.x), wide);
 }
 
 // ------------------------------------------------------------------------------------------- host

@@ -22,4 +22,8 @@ bool grouped_small_m_takes(const GroupedGemmParams& p);
 constexpr int64_t kGroupedSmallMMax = 64;
 void grouped_small_m(const GroupedGemmParams& p, int64_t rows, Stream stream);
 
+// The same operands on Hopper, in tiles of 64 rows of a group, or 128 where it has more than 64.
+bool grouped_wgmma_available();
+void grouped_wgmma(const GroupedGemmParams& p, int64_t rows, Stream stream);
+
 }  // namespace nvfp4::cuda

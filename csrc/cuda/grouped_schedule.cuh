@@ -27,11 +27,16 @@ struct ScheduleMemory {
   int scan[2][kMaxThreads];
 };
 
-template <int kThreads, int kTileM, int kTileN>
+struct BlockBarrier {
+  __device__ __forceinline__ static void sync() { __syncthreads(); }
+};
+
+// For `kThreads` threads, `thread` among them, which Barrier brings together.
+template <int kThreads, int kTileM, int kTileN, typename Barrier = BlockBarrier>
 class Schedule {
  public:
-  __device__ Schedule(const GroupedGemmParams& p, ScheduleMemory* memory)
-      : p_(p), memory_(memory), tiles_n_((p.n + kTileN - 1) / kTileN) {
+  __device__ Schedule(const GroupedGemmParams& p, ScheduleMemory* memory, int thread)
+      : p_(p), memory_(memory), thread_(thread), tiles_n_((p.n + kTileN - 1) / kTileN) {
     if (!p.ragged_k && p.groups > 0) load_window();
   }
 
@@ -95,15 +100,15 @@ class Schedule {
   // Inclusive over the threads.
   template <typename Combine>
   __device__ int scan(int value, Combine combine) {
-    const int t = static_cast<int>(threadIdx.x);
+    const int t = thread_;
     int side = 0;
     memory_->scan[0][t] = value;
-    __syncthreads();
+    Barrier::sync();
     for (int distance = 1; distance < kThreads; distance *= 2, side ^= 1) {
       value = memory_->scan[side][t];
       if (t >= distance) value = combine(memory_->scan[side][t - distance], value);
       memory_->scan[side ^ 1][t] = value;
-      __syncthreads();
+      Barrier::sync();
     }
     return value;
   }
@@ -112,7 +117,7 @@ class Schedule {
     static_assert(kWindow % kThreads == 0 && kThreads <= kMaxThreads);
     constexpr int kEach = kWindow / kThreads;
     count_ = static_cast<int>(min(int64_t{kWindow}, p_.groups - first_));
-    const int from = static_cast<int>(threadIdx.x) * kEach;
+    const int from = thread_ * kEach;
     int ends[kEach];
     int running = rows_before_;
 #pragma unroll
@@ -124,10 +129,10 @@ class Schedule {
       running = max(running, static_cast<int>(min(int64_t{ends[i]}, p_.m)));
       ends[i] = running;
     }
-    __syncthreads();  // everyone is done with the window before
+    Barrier::sync();  // everyone is done with the window before
     // What comes before this thread's first group: the inclusive scan's value of the thread before.
     scan(running, [](int a, int b) { return max(a, b); });
-    const int t = static_cast<int>(threadIdx.x);
+    const int t = thread_;
     const int* last = memory_->scan[kScans % 2];
     int begin = t ? last[t - 1] : rows_before_;
     int tiles[kEach], sum = 0;
@@ -139,13 +144,13 @@ class Schedule {
       if (from + i < count_) memory_->ends[from + i] = end;
       begin = end;
     }
-    __syncthreads();
+    Barrier::sync();
     const int before = scan(sum, [](int a, int b) { return a + b; }) - sum;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       if (from + i < count_) memory_->tiles[from + i] = before + tiles[i];
     }
-    __syncthreads();
+    Barrier::sync();
   }
 
   static constexpr int log2(int v) { return v > 1 ? 1 + log2(v / 2) : 0; }
@@ -153,6 +158,7 @@ class Schedule {
 
   const GroupedGemmParams& p_;
   ScheduleMemory* const memory_;
+  const int thread_;
   const int64_t tiles_n_;
   int64_t first_ = 0;  // the window's first group
   int64_t tiles_before_ = 0;
@@ -242,12 +248,12 @@ __device__ __forceinline__ void store_one(void* out, DType type, int64_t index, 
   }
 }
 
-// Rows [begin, m) of out become zero, the grid's threads together.
+// Rows [begin, m) of out become zero by `threads` threads of every block.
 __device__ __forceinline__ void zero_rows(const GroupedGemmParams& p, int64_t begin, int threads,
-                                          bool wide) {
+                                          int thread, bool wide) {
   const int64_t each = 8, vectors = (p.n + each - 1) / each;
   const float zeros[8] = {};
-  for (int64_t i = int64_t{blockIdx.x} * threads + threadIdx.x; i < (p.m - begin) * vectors;
+  for (int64_t i = int64_t{blockIdx.x} * threads + thread; i < (p.m - begin) * vectors;
        i += int64_t{gridDim.x} * threads) {
     const int64_t row = begin + i / vectors, n = i % vectors * each;
     store_eight(p.out, p.out_type, row * p.n + n, zeros, static_cast<int>(min(each, p.n - n)),

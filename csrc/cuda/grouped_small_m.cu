@@ -227,7 +227,8 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kBlocks)
   const int g = static_cast<int>(threadIdx.x) % kWarpSize / 4,
             t = static_cast<int>(threadIdx.x) % 4;
 
-  Schedule<kThreads, kMTiles * 8, kWarps * 32> schedule(p, &memory->schedule);
+  Schedule<kThreads, kMTiles * 8, kWarps * 32> schedule(p, &memory->schedule,
+                                                        static_cast<int>(threadIdx.x));
   const auto advance = [&](uint32_t& stage) {
     stage += kStage;
     if (stage == ring_end) stage = ring;
@@ -280,7 +281,8 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kBlocks)
     finish<kMTiles>(args, tile, warp, g, t, acc);
   }
   wait_copies(0);
-  if (!p.scatter) zero_rows(p, schedule.rows_end(), kThreads, wide_stores(p));
+  if (!p.scatter)
+    zero_rows(p, schedule.rows_end(), kThreads, static_cast<int>(threadIdx.x), wide_stores(p));
 }
 
 // ------------------------------------------------------------------------------------------- host

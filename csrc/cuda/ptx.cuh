@@ -12,6 +12,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "../nvfp4.h"
+
 namespace nvfp4::cuda {
 
 // --------------------------------------------------------------------------------- arithmetic
@@ -101,10 +103,24 @@ __device__ __forceinline__ uint32_t round_pair(float low, float high) {
   return r;
 }
 
+// Two E4M3 codes in bits 0..15 as a pair of FP16, exactly; a NaN stays one.
+__device__ __forceinline__ uint32_t e4m3_to_half_pair(uint32_t two) {
+#if __CUDA_ARCH__ >= 890
+  uint32_t r;
+  asm("{.reg .b16 low, high;\n mov.b32 {low, high}, %1;\n cvt.rn.f16x2.e4m3x2 %0, low;}"
+      : "=r"(r)
+      : "r"(two));
+  return r;
+#else
+  return round_pair<__half>(e4m3_to_float(static_cast<uint8_t>(two)),
+                            e4m3_to_float(static_cast<uint8_t>(two >> 8)));
+#endif
+}
+
 // c (16 x 8) += a (16 x 16) b (16 x 8), FP32 sums.
 __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
                                     __nv_bfloat16) {
-  asm volatile(
+  asm(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
@@ -112,7 +128,7 @@ __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint3
 }
 __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
                                     __half) {
-  asm volatile(
+  asm(
       "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
@@ -157,6 +173,13 @@ __device__ __forceinline__ void copy_async(uint32_t target, const void* source, 
                : "memory");
 }
 
+// The same, and L2 fetches the 256 bytes around `source`: for who reads on along a row.
+__device__ __forceinline__ void copy_async_ahead(uint32_t target, const void* source, int valid) {
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
+               "r"(valid)
+               : "memory");
+}
+
 __device__ __forceinline__ void commit_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
@@ -180,6 +203,11 @@ __device__ __forceinline__ void wait_copies(int pending) {
       asm volatile("cp.async.wait_group 4;" ::: "memory");
       break;
   }
+}
+
+template <int kPending>
+__device__ __forceinline__ void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 __device__ __forceinline__ uint4 load_shared(uint32_t address) {
@@ -215,6 +243,32 @@ __device__ __forceinline__ void cluster_sync() {
       "barrier.cluster.arrive.release;\n"
       "barrier.cluster.wait.acquire;" ::
           : "memory");
+#endif
+}
+
+// cluster_sync in two halves: what comes between need not wait.
+__device__ __forceinline__ void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+#endif
+}
+
+// v to `address` of block `rank`'s shared memory.
+__device__ __forceinline__ void store_cluster(uint32_t address, int rank, float v) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{.reg .u32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "st.shared::cluster.f32 [remote], %2;}" ::"r"(address),
+      "r"(rank), "f"(v)
+      : "memory");
+#else
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
 #endif
 }
 

@@ -15,18 +15,19 @@ from .sweep import make_problem
 
 
 def problems_behind(machine: Machine, m: int, n: int, k: int) -> list[dict[str, Any]]:
-    """As `make_problem` gives them, largest first; empty where no cuBLASLt runs (small M).
+    """As `make_problem` gives them, largest first, with alpha on the device, as layers call it; empty
+    where no cuBLASLt runs (small M).
 
     A test double stands for a chip with FP4 tensor cores. Raises CommandError where no rung takes
     the gemm.
     """
     if machine.test_double:
-        return [make_problem(machine, "nvfp4", m, n, k)]
+        return [make_problem(machine, "nvfp4", m, n, k, alpha="device")]
     plan = algorithms.explain(m, n, k, device=machine.chip, alpha_on_device=True)
     if plan.rung is None:
         raise CommandError(str(plan))
     if plan.rung != "emulated":
-        return [make_problem(machine, "nvfp4", m, n, k)]
+        return [make_problem(machine, "nvfp4", m, n, k, alpha="device")]
     if not plan.details["plan"]:
         return []
     sizes = [
@@ -34,7 +35,10 @@ def problems_behind(machine: Machine, m: int, n: int, k: int) -> list[dict[str, 
         for rows in _parts(m, plan.details["m_chunk"])
         for columns in _parts(n, plan.details["n_chunk"])
     ]
-    return [make_problem(machine, "bf16", rows, columns, k, ldd=n) for rows, columns in sizes]
+    return [
+        make_problem(machine, "bf16", rows, columns, k, ldd=n, alpha="device")
+        for rows, columns in sizes
+    ]
 
 
 def _parts(size: int, chunk: int) -> list[int]:

@@ -19,7 +19,8 @@ from ..console import CommandError
 from .candidates import to_row
 from .children import Child, ChildLost
 
-CHECK_S = 15.0  # without progress, a candidate or a question hangs
+START_S = 240.0  # the library's hundreds of megabytes may come from a cold disk
+CHECK_S = 15.0  # without progress, a candidate hangs
 PREPARE_S = 240.0  # imports torch, makes operands
 MAX_LOST = 64  # children of a sweep
 MAX_LOSSES = 2  # children that one kernel may take with it
@@ -185,7 +186,9 @@ class Session:
         pending = [list(candidates)]
         while pending and losses.total() <= MAX_LOST:
             offered = pending.pop()
-            part = [(n, a) for n, a in offered if losses[kernel_of(a)] < MAX_LOSSES]
+            part = offered
+            if losses:
+                part = [(n, a) for n, a in offered if losses[kernel_of(a)] < MAX_LOSSES]
             if len(part) < len(offered):
                 refused[NOT_ASKED] += len(offered) - len(part)
             if not part:
@@ -193,6 +196,7 @@ class Session:
             try:
                 reply = self._ask_checker(
                     "check",
+                    timeout=CHECK_S,
                     problem=problem,
                     rows=[to_row(algorithm) for _, algorithm in part],
                     numbers=[number for number, _ in part],
@@ -252,13 +256,14 @@ class Session:
     def _start(self) -> Child:
         return Child(self.machine.library, self.machine.chip.index)
 
-    def _ask_checker(self, op: str, **request: Any) -> Any:
+    def _ask_checker(self, op: str, *, timeout: float = START_S, **request: Any) -> Any:
         if self._checker is None:
             self._checker = self._start()
+            self._checker.ask("library", timeout=START_S)
             if self._torch_makes_context:
                 self._checker.ask("initialize", timeout=PREPARE_S)
         try:
-            return self._checker.ask(op, timeout=CHECK_S, **request)
+            return self._checker.ask(op, timeout=timeout, **request)
         except ChildLost:
             self._drop_checker()
             raise

@@ -8,9 +8,9 @@
     final    the best of the screen, `rounds` alternating rounds in one process, A/A among them
     verdict  verdict.py; the winner is the fastest that is byte-exact and faster beyond the noise
 
-The result file is written whole after every batch, so that it is usable at any moment, and a sweep
-started again with the same question goes on from it. A file of another question, library or chip is
-never overwritten unless told to.
+The result file is written whole every two seconds and after every round of the final, so that it
+is usable at any moment, and a sweep started again with the same question goes on from it. A file of
+another question, library or chip is never overwritten unless told to.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FORMAT = "nvfp4_linear sweep 1"
 TYPES = ("nvfp4", "bf16", "fp16", "fp8_e4m3")
 SEED_ANSWERS = 32
 CHECK_BATCH = 4096
-SAVE_S = 2.0  # between writes while screening
+SAVE_S = 2.0  # between writes: what a killed sweep loses at most
 SCREEN_SAMPLES = 3
 SEEDS_OF_BEST = 4
 ALIKE = 2
@@ -75,6 +75,7 @@ def make_problem(
     *,
     out: str = "bf16",
     ldd: int | None = None,
+    alpha: str = "host",
     workspace_bytes: int = 32 << 20,
 ) -> dict[str, Any]:
     """The problem as `_cublaslt.Problem.as_dict` has it: pointers on 256-byte boundaries."""
@@ -88,7 +89,7 @@ def make_problem(
         "ldd": n if ldd is None else ldd,
         "out": out,
         "bias": None,
-        "alpha": "host",
+        "alpha": alpha,
         "alignment": 256,
         "workspace_limit": workspace_bytes,
         "device": machine.device_info(),
@@ -311,7 +312,8 @@ class _Sweep:
             for one in lost:
                 self._lose(by_index[one.number], "check", one.reason)
             generation["checked"] += len(batch)
-            self._result.save()
+            self._save_if_due()
+        self._save()
 
     def _lose(self, algorithm: Algorithm, stage: str, reason: str) -> None:
         lost = self._data["lost"]
@@ -351,8 +353,7 @@ class _Sweep:
             if until is not None and time.monotonic() > until:
                 break
             self._screen_one(answer)
-            if time.monotonic() - self._saved > SAVE_S:
-                self._save()
+            self._save_if_due()
         self._save()
 
     def _screen_one(self, answer: dict[str, Any]) -> None:
@@ -385,6 +386,10 @@ class _Sweep:
                 f"with: --restart begins anew"
             )
         self._data["measured_with"] = description
+
+    def _save_if_due(self) -> None:
+        if time.monotonic() - self._saved > SAVE_S:
+            self._save()
 
     def _save(self) -> None:
         self._result.save()

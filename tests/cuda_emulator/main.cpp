@@ -549,44 +549,44 @@ void test_gemm() {
 void test_plan() {
   Group group("plan_small_m");
   const cuda::SmallMDevice devices[] = {
-      {132, 228 * 1024, 227 * 1024, 8, {0, 0, 264, 252, 264, 260, 252, 252, 256}},  // H200
-      {108, 164 * 1024, 163 * 1024, 1, {}},                                         // A100
-      {48, 100 * 1024, 99 * 1024, 8, {}},                                           // GB10
-      {1, 100 * 1024, 99 * 1024, 2, {0, 0, 2}},
+      {132, 227 * 1024, 8, {0, 132, 132, 117, 120, 110, 102, 105, 120}},  // H200
+      {108, 163 * 1024, 1, {}},                                           // A100
+      {48, 99 * 1024, 8, {}},                                             // GB10
+      {1, 99 * 1024, 2, {0, 0, 2}},
   };
   for (const auto& device : devices) {
     for (const int64_t m : {1, 8, 9, 16, 17, 32}) {
       for (const int64_t n : {1, 128, 136, 4096, 5376, 14336, 1000000}) {
         for (const int64_t k : {0, 16, 48, 128, 4096, 14336, 28672, 524288}) {
-          for (const bool packed : {false, true}) {
-            const cuda::SmallMPlan p = cuda::plan_small_m(m, n, k, packed, device);
-            const int64_t covered = int64_t{p.iterations} * p.k_warps * p.cluster * cuda::kChunkK;
-            const int64_t without_last = covered / p.cluster * (p.cluster - 1);
-            const int64_t tiles = (n + kTileRows - 1) / kTileRows * (kTileRows / cuda::kStripRows);
-            const bool right =
-                p.ok() && p.m_tiles * cuda::kMTileRows >= m &&
-                p.strips * p.k_warps == cuda::kSmallMWarps && covered >= k &&
-                (p.cluster == 1 || without_last < k) && p.blocks == tiles / p.strips * p.cluster &&
-                p.stages >= cuda::kMinStages && p.stages <= cuda::kMaxStages &&
-                p.shared_bytes <= device.shared_per_block && p.cluster <= device.max_cluster;
-            group.expect(right, describe({{"sms", device.sm_count},
-                                          {"m", m},
-                                          {"n", n},
-                                          {"k", k},
-                                          {"packed", packed},
-                                          {"strips", p.strips},
-                                          {"cluster", p.cluster},
-                                          {"blocks", p.blocks},
-                                          {"shared", p.shared_bytes}}));
-          }
+          const cuda::SmallMPlan p = cuda::plan_small_m(m, n, k, device);
+          const int64_t covered = int64_t{p.chunks} * p.cluster * cuda::kChunkK;
+          const int64_t without_last = covered / p.cluster * (p.cluster - 1);
+          const int64_t strips = (n + kTileRows - 1) / kTileRows * cuda::kTileStrips;
+          const bool right =
+              p.ok() && p.m_tiles * cuda::kMTileRows >= m && p.strips * p.k_warps >= 1 &&
+              p.threads() <= cuda::kMaxSmallMThreads && covered >= k &&
+              (p.cluster == 1 || without_last < k) &&
+              p.blocks == (strips + p.strips - 1) / p.strips * p.cluster &&
+              (p.segment == p.chunks || (p.segment > 0 && p.segment % p.k_warps == 0)) &&
+              p.shared_bytes <= device.shared_per_block && p.cluster <= device.max_cluster;
+          group.expect(right, describe({{"sms", device.sm_count},
+                                        {"m", m},
+                                        {"n", n},
+                                        {"k", k},
+                                        {"strips", p.strips},
+                                        {"k_warps", p.k_warps},
+                                        {"cluster", p.cluster},
+                                        {"segment", p.segment},
+                                        {"blocks", p.blocks},
+                                        {"shared", p.shared_bytes}}));
         }
       }
     }
   }
   cuda::SmallMDevice tiny = devices[3];
-  tiny.shared_per_block = 64 * 1024;
-  group.expect(!cuda::plan_small_m(32, 128, 128, false, tiny).ok(), "a plan that cannot fit");
-  group.expect(cuda::plan_small_m(16, 128, 128, false, tiny).ok(), "a plan that can");
+  tiny.shared_per_block = 16 * 1024;
+  group.expect(!cuda::plan_small_m(32, 128, 128, tiny).ok(), "a plan that cannot fit");
+  group.expect(cuda::plan_small_m(8, 128, 128, tiny).ok(), "a plan that can");
 }
 
 }  // namespace

@@ -7,6 +7,8 @@
 
 #include <type_traits>
 
+#include "../nvfp4.h"
+
 namespace nvfp4::cuda {
 
 inline uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
@@ -69,6 +71,11 @@ uint32_t round_pair(float low, float high) {
   return narrow(low, T{}) | narrow(high, T{}) << 16;
 }
 
+inline uint32_t e4m3_to_half_pair(uint32_t two) {
+  return round_pair<__half>(e4m3_to_float(static_cast<uint8_t>(two)),
+                            e4m3_to_float(static_cast<uint8_t>(two >> 8)));
+}
+
 // The fragments' places are those of the PTX manual, section "Matrix Fragments for mma.m16n8k16".
 template <typename T>
 void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, T type) {
@@ -104,7 +111,14 @@ inline uint32_t shared_address(const void* p) {
 inline void copy_async(uint32_t target, const void* source, int valid) {
   emulator::queue_copy(target, source, valid);
 }
+inline void copy_async_ahead(uint32_t target, const void* source, int valid) {
+  emulator::queue_copy(target, source, valid);
+}
 inline void commit_copies() { emulator::commit_copies(); }
+template <int kPending>
+void wait_copies() {
+  emulator::wait_copies(kPending);
+}
 inline void wait_copies(int pending) { emulator::wait_copies(pending); }
 inline uint4 load_shared(uint32_t address) {
   uint4 v;
@@ -116,6 +130,11 @@ inline void store_shared(uint32_t address, uint4 v) {
 }
 inline int cluster_rank() { return emulator::cluster_rank(); }
 inline void cluster_sync() { emulator::sync_cluster(); }
+inline void cluster_arrive() {}
+inline void cluster_wait() { emulator::sync_cluster(); }
+inline void store_cluster(uint32_t address, int rank, float v) {
+  std::memcpy(emulator::shared_memory(rank) + address, &v, sizeof(v));
+}
 inline float load_cluster(uint32_t address, int rank) {
   float v;
   std::memcpy(&v, emulator::shared_memory(rank) + address, sizeof(v));
