@@ -174,7 +174,9 @@ def profile(ncu: str, folder: Path, quick: bool) -> str:
     report = folder / "profile.ncu-rep"
     collect, export = ncu_commands(ncu, report, quick)
     subprocess.run(collect, check=True, timeout=TIMEOUT_S)
-    done = subprocess.run(export, check=True, timeout=TIMEOUT_S, capture_output=True, text=True)
+    done = subprocess.run(export, timeout=TIMEOUT_S, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"ncu could not export its report: {done.stdout} {done.stderr}")
     (folder / "profile.csv").write_text(done.stdout)
     return done.stdout
 

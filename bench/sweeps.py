@@ -159,6 +159,11 @@ class Book:
             if sweeps[key]["pin"] and not sweeps[key]["dropped"]
         ]
 
+    def drop(self, key: str, reason: str) -> None:
+        """Takes the pin of a sweep out of the pin file, where it has one."""
+        if key in self.data["sweeps"] and self.data["sweeps"][key]["pin"]:
+            self.data["sweeps"][key]["dropped"] = reason
+
     def save(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         _write_whole(self.path, json.dumps(_rounded(self.data), indent=None, separators=(",", ":")))
@@ -263,13 +268,13 @@ def verify_all(
         keys = [Job(case, problem).key for problem in problems]
         found = _verify(machine, case, book.pins(), rounds, console)
         entry = {"case": asdict(case), "problems": keys, "pins": len(book.pins(keys)), **found}
-        if found["difference"] or found["itself"] or found["slower"]:
-            harm = "slower" if found["slower"] else "other bytes"
-            entry["dropped"] = f"gemm at {case.m} x {case.n} x {case.k}: {harm}"
+        harm = found["difference"] or found["itself"] or found["slower"]
+        if harm and entry["pins"]:
+            word = "slower" if found["slower"] else "other bytes"
+            entry["dropped"] = f"gemm at {case.m} x {case.n} x {case.k}: {word}"
             for key in keys:
-                if key in book.data["sweeps"] and book.data["sweeps"][key]["pin"]:
-                    book.data["sweeps"][key]["dropped"] = entry["dropped"]
-                    good = False
+                book.drop(key, entry["dropped"])
+            good = False
         book.data["verified"].append(entry)
         book.save()
         console.say(_verified_line(entry))
@@ -376,7 +381,7 @@ def _verified_row(entry: dict[str, Any]) -> str:
     word = "faster" if entry["faster"] else "slower" if entry["slower"] else "within noise"
     cells = [
         f"{case['name']}: {case['m']} x {case['n']} x {case['k']}",
-        str(entry["arms"][PINNED]["rung"]),
+        f"{entry['arms'][PINNED]['rung']}: {entry['arms'][PINNED]['kernel']}",
         str(entry["pins"]),
         f"{found['heuristic_s'] * 1e3:.4f}",
         f"{found['candidate_s'] * 1e3:.4f}",

@@ -488,5 +488,6 @@ def calibrate(model: nn.Module) -> Iterator[None]:
 
 
 def _scale_of_amax(amax: Tensor) -> Tensor:
-    scale = (amax / E2M1_E4M3_MAX).clamp(min=GLOBAL_SCALE_MIN)
+    # By a tensor: CUDA turns the division by a Python number into a multiplication.
+    scale = (amax / torch.full_like(amax, E2M1_E4M3_MAX)).clamp(min=GLOBAL_SCALE_MIN)
     return torch.where(amax > 0, scale, 1.0)

@@ -329,7 +329,44 @@ def test_a_library_that_always_dies_ends_the_sweep_with_a_reason(double, tmp_pat
     monkeypatch.setattr(session, "MAX_LOST", 3)
     with pytest.raises(CommandError, match="4 candidates took their process with them"):
         run(double(f"check::crash;{CALM}"), tmp_path / "s.json")
-    assert len(json.loads((tmp_path / "s.json").read_text())["lost"]) == 4
+    kept = json.loads((tmp_path / "s.json").read_text())
+    assert len(kept["lost"]) == 4
+    with pytest.raises(CommandError, match="4 candidates took their process with them"):
+        run(double(), tmp_path / "s.json")  # not taken for checked when it is resumed
+    assert json.loads((tmp_path / "s.json").read_text()) == kept
+
+
+def test_a_question_that_kills_the_child_is_a_reason(double, monkeypatch):
+    machine = double()
+    monkeypatch.setattr(session, "Child", lambda *_: (_ for _ in ()).throw(ChildLost("gone", -1)))
+    with (
+        Session(machine) as open_session,
+        pytest.raises(CommandError, match=r"could not be asked \(library\): gone"),
+    ):
+        open_session.version()
+
+
+def test_where_cublaslt_makes_no_context_torch_makes_it(monkeypatch):
+    """A fresh child is told to, once, and the question is asked again."""
+    asked = []
+
+    class Stub:
+        def ask(self, op, timeout, **request):
+            asked.append(op)
+            reason = "" if "initialize" in asked else "cublasLtCreate CUBLAS_STATUS_NOT_INITIALIZED"
+            answer = {"ok": not reason, "reason": reason}
+            return {"reason": reason, "answers": [answer] if not reason else []}
+
+        def close(self):
+            asked.append("close")
+
+    monkeypatch.setattr(session, "Child", lambda *_: Stub())
+    chip = Device((9, 0), 132, name="cuda:0 NVIDIA H200")
+    with Session(session.Machine("/nowhere", chip, test_double=False)) as open_session:
+        assert len(open_session.heuristic({}, 8)) == 1
+    assert asked == [
+        "library", "heuristic", "close", "library", "initialize", "heuristic", "close",
+    ]  # fmt: skip
 
 
 # ---- Bytes and noise ------------------------------------------------------------------------------

@@ -33,9 +33,9 @@ __device__ __forceinline__ void fence_shared_for_wgmma() {
 #endif
 }
 
-__device__ __forceinline__ uint2 load_shared_pair(uint32_t address) {
-  uint2 v;
-  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
+__device__ __forceinline__ uint32_t load_shared_word(uint32_t address) {
+  uint32_t v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
   return v;
 }
 

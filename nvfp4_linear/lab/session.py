@@ -140,18 +140,18 @@ class Session:
 
     def version(self) -> int:
         """cublasLtGetVersion of the library as a child loads it."""
-        library = self._ask_checker("library")
+        library = self._question("library")
         if library["unavailable"]:
             raise CommandError(library["unavailable"])
         return library["version"]
 
     def heuristic(self, problem: dict[str, Any], count: int) -> list[dict[str, Any]]:
         """The heuristic's usable answers, best first. Raises CommandError with its reason."""
-        asked = self._ask_checker("heuristic", problem=problem, count=count)
+        asked = self._question("heuristic", problem=problem, count=count)
         if asked["reason"].startswith("cublasLtCreate") and not self.machine.test_double:
             self._torch_makes_context = True
             self._drop_checker()
-            asked = self._ask_checker("heuristic", problem=problem, count=count)
+            asked = self._question("heuristic", problem=problem, count=count)
         usable = [answer for answer in asked["answers"] if answer["ok"]]
         if not usable:
             reasons = [asked["reason"], *(answer["reason"] for answer in asked["answers"])]
@@ -163,7 +163,7 @@ class Session:
 
     def capabilities(self, problem: dict[str, Any]) -> dict[int, dict[str, list[int]]]:
         """What each algorithm id of the problem's type says of itself."""
-        asked = self._ask_checker("capabilities", problem=problem)
+        asked = self._question("capabilities", problem=problem)
         if asked["reason"]:
             raise CommandError(asked["reason"])
         return {int(algorithm_id): own for algorithm_id, own in asked["values"].items()}
@@ -255,6 +255,13 @@ class Session:
 
     def _start(self) -> Child:
         return Child(self.machine.library, self.machine.chip.index)
+
+    def _question(self, op: str, **request: Any) -> Any:
+        """One that no candidate is to blame for: if it costs the child, there is no going on."""
+        try:
+            return self._ask_checker(op, **request)
+        except ChildLost as failure:
+            raise CommandError(f"cuBLASLt could not be asked ({op}): {failure}") from None
 
     def _ask_checker(self, op: str, *, timeout: float = START_S, **request: Any) -> Any:
         if self._checker is None:

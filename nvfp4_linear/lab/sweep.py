@@ -215,6 +215,7 @@ class _Sweep:
         self._saved = 0.0
 
     def run(self) -> None:
+        self._demand_few_lost()
         if not self._data["heuristic"]:
             self._data["heuristic"] = self._ask_heuristic()
             self._result.save()
@@ -316,13 +317,18 @@ class _Sweep:
         self._save()
 
     def _lose(self, algorithm: Algorithm, stage: str, reason: str) -> None:
+        entry = {"algorithm": asdict(algorithm), "stage": stage, "reason": reason}
+        self._data["lost"].append(entry)
+        self._demand_few_lost()
+
+    def _demand_few_lost(self) -> None:
         lost = self._data["lost"]
-        lost.append({"algorithm": asdict(algorithm), "stage": stage, "reason": reason})
         if len(lost) > session.MAX_LOST:
             self._result.save()
             raise CommandError(
-                f"{len(lost)} candidates took their process with them, the last in {stage}: "
-                f"{reason}. The library or the driver is not usable; see {self._result.path}"
+                f"{len(lost)} candidates took their process with them, the last in "
+                f"{lost[-1]['stage']}: {lost[-1]['reason']}. The library or the driver is not "
+                f"usable; see {self._result.path}, and --restart when it is"
             )
 
     def _all_accepted(self) -> Iterator[dict[str, Any]]:

@@ -36,8 +36,8 @@ void wgmma_wait() {}
 template <int kCount>
 void pin_registers(float (&)[kCount]) {}
 
-inline uint2 load_shared_pair(uint32_t address) {
-  uint2 v;
+inline uint32_t load_shared_word(uint32_t address) {
+  uint32_t v;
   std::memcpy(&v, dynamic_shared() + address, sizeof(v));
   return v;
 }
