@@ -31,7 +31,9 @@ TORCH_TARGET_VERSION = f"0x{(TORCH_TARGET[0] << 56) | (TORCH_TARGET[1] << 48):01
 NVCC_MINIMUM = (13, 0)
 DEFAULT_ARCHS = "80;90a;100f;120f"
 
-CXX_FLAGS = "-std=c++17 -O2 -fPIC -fvisibility=hidden -fno-math-errno -Wall -Wextra -ffp-contract=off"
+CXX_FLAGS = (
+    "-std=c++17 -O2 -fPIC -fvisibility=hidden -fno-math-errno -Wall -Wextra -ffp-contract=off"
+)
 # -ffp-contract=off and --fmad=false: the only fused multiply-adds are the ones the format writes.
 NVCC_FLAGS = (
     "-std=c++17 -O3 --fmad=false --expt-relaxed-constexpr -Xcompiler=-fPIC,-fvisibility=hidden"

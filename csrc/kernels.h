@@ -161,9 +161,9 @@ void epilogue(const EpilogueParams& p, Stream stream);
 constexpr int64_t kSmallMMax = 32;
 void gemm_small_m(const SmallMParams& p, Stream stream);
 
-// The same on Hopper (compute capability 9.0) for more rows, all of A from row 0. Everything 16-byte
-// aligned, k a multiple of 32 and a dense row's stride of 8. `workspace`: gemm_mid_m_workspace()
-// bytes, contents arbitrary.
+// The same on Hopper (compute capability 9.0) for more rows, all of A from row 0. Everything
+// 16-byte aligned, k a multiple of 32 and a dense row's stride of 8. `workspace`:
+// gemm_mid_m_workspace() bytes, contents arbitrary.
 constexpr int64_t kMidMMax = 256;
 void gemm_mid_m(const SmallMParams& p, void* workspace, Stream stream);
 constexpr int64_t gemm_mid_m_workspace(int64_t m, int64_t k) {

@@ -210,7 +210,8 @@ std::vector<Refusal> refusals(const GemmRequest& r, const Route& route) {
     if (!forced.empty() && forced != kEmulatedRung) {
       say(kEmulatedRung, by_force);
     } else if (!kHasCudaKernels) {
-      say(kEmulatedRung, "this build has no CUDA kernels: rebuild where nvcc (CUDA 13) is installed");
+      say(kEmulatedRung,
+          "this build has no CUDA kernels: rebuild where nvcc (CUDA 13) is installed");
     } else if (has_emulation(r.device)) {
       say(kEmulatedRung,
           "needs cuBLASLt for a dense B: " + cublaslt::to_text(route.chunk_plan->refusals));

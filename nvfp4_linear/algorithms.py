@@ -266,7 +266,9 @@ def device_of(device: torch.device | str | int | Device | None = None) -> torch.
     if device.type != "cuda":
         raise ValueError(f"device must be cpu or cuda, got {device}")
     if not torch.cuda.is_available():
-        raise ValueError(f"device is {device}, but {_why_no_gpu()}: ask about a Device(cc, sm_count)")
+        raise ValueError(
+            f"device is {device}, but {_why_no_gpu()}: ask about a Device(cc, sm_count)"
+        )
     index = torch.cuda.current_device() if device.index is None else device.index
     properties = torch.cuda.get_device_properties(index)
     return Device(
@@ -311,7 +313,9 @@ def explain(
         if forced not in RUNGS:
             raise ValueError(f"NVFP4_BACKEND must be one of {', '.join(RUNGS)}, got {forced!r}")
         if m < 0 or n < 0 or k <= 0 or k % 16:
-            raise ValueError(f"m, n >= 0 and k a positive multiple of 16 expected, got {m}, {n}, {k}")
+            raise ValueError(
+                f"m, n >= 0 and k a positive multiple of 16 expected, got {m}, {n}, {k}"
+            )
         if forced != "cpu":
             refused += (Refusal("cpu", f"NVFP4_BACKEND={forced} forces another rung"),)
             return Plan(m, n, k, "cpu", None, "none", refusals=refused)
@@ -326,7 +330,9 @@ def explain(
         f" alpha={'device' if alpha_on_device else 'host'}"
         f" cc={10 * where.cc[0] + where.cc[1]} sm={where.sm_count} device={where.index}"
     )
-    guard = torch.cuda.device(where.index) if torch.cuda.is_available() else contextlib.nullcontext()
+    guard = (
+        torch.cuda.device(where.index) if torch.cuda.is_available() else contextlib.nullcontext()
+    )
     with guard:
         answer = _control(command)
     plan = answer["plan"] or {}

@@ -543,9 +543,7 @@ def _(a, w, a_scale, alpha=None, bias=None, out_dtype=None):
     _require_device("a_scale", a_scale, a)
     check_dense("w", w, (torch.bfloat16, torch.float16))
     _require(w.dim() == 2, lambda: f"w must be (N, K), got {tuple(w.shape)}")
-    _require(
-        w.shape[1] == k, lambda: f"a and w must have the same K, got {k} and {w.shape[1]}"
-    )
+    _require(w.shape[1] == k, lambda: f"a and w must have the same K, got {k} and {w.shape[1]}")
     _require_device("w", w, a)
     _require_one("alpha", alpha, a)
     _require_bias(bias, w.shape[0], a)
