@@ -171,14 +171,17 @@ class Ninja:
             "ninja_required_version = 1.5",
             "rule cxx",
             "  command = $cxx -MMD -MF $out.d $flags -c $in -o $out",
+            "  description = c++  $name",
             "  depfile = $out.d",
             "  deps = gcc",
             "rule nvcc",
             "  command = $nvcc -MMD -MF $out.d $flags -c $in -o $out",
+            "  description = nvcc $name",
             "  depfile = $out.d",
             "  deps = gcc",
             "rule link",
             "  command = $cxx -shared -o $out $in $libs",
+            "  description = link $out",
         ]
         self.outputs = []
 
@@ -189,6 +192,7 @@ class Ninja:
             self.lines += [f"build {obj}: {rule} {source}"]
             name = "nvcc" if rule == "nvcc" else "cxx"
             self.lines += [f"  {name} = {compiler}", f"  flags = {flags}"]
+            self.lines += [f"  name = {source.relative_to(ROOT)}"]
             objects.append(obj)
         return objects
 

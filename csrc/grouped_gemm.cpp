@@ -2,6 +2,7 @@
 #include <string>
 
 #include "check.h"
+#include "faults_for_tests.h"
 #include "ladder.h"
 #include "nvfp4.h"
 #include "ops.h"
@@ -108,6 +109,8 @@ Tensor grouped_gemm(Tensor a, Tensor b, OptTensor a_scale, OptTensor b_scale, Te
   p.m = gather ? gather->size(0) : left.rows;
   const Vector to = check_vector(scatter, "scatter", ScalarType::Int, p.m, a);
   p.scatter = static_cast<const int32_t*>(to.data);
+  if (has_fault(Fault::kGatherIgnored)) p.gather = nullptr;
+  if (has_fault(Fault::kScatterIgnored)) p.scatter = nullptr;
   const Vector row_scale = check_vector(gamma, "gamma", ScalarType::Float, p.m, a);
   p.gamma = static_cast<const float*>(row_scale.data);
   Vector group_alpha{a};

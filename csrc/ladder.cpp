@@ -12,6 +12,7 @@
 #include "check.h"
 #include "cublaslt/json.h"
 #include "cublaslt/library.h"
+#include "faults_for_tests.h"
 #include "nvfp4.h"
 
 namespace nvfp4 {
@@ -255,6 +256,9 @@ void log_once(LogLevel level, const std::string& message) {
 //   pins                                -> every pin, newest first, each as its text form
 //   pin TEXT / unpin TEXT               -> {"ok": ...}
 //   clear                               -> forgets plans and retirements
+//   fault NAME                          -> a deliberate fault, for negative controls: none ends it
+//   tile [strips= k_warps= cluster= stages=]
+//                                       -> a tile for CUDA planners; without arguments their own
 
 namespace {
 
@@ -337,6 +341,15 @@ const char* kernel_name(const Route& route) {
   return "none";
 }
 
+void set_fault(const std::string& name) {
+  std::string names;
+  for (size_t i = 0; i < kFaultNames.size(); ++i) {
+    if (name == kFaultNames[i]) return active_fault.store(static_cast<Fault>(i));
+    names += concat(i ? ", " : "", kFaultNames[i]);
+  }
+  NVFP4_CHECK(false, "fault must be one of ", names, ", got '", name, "'");
+}
+
 std::string explain(const GemmRequest& r) {
   const Route route = find_route(r);
   const auto quoted = [](const std::string& value) { return cublaslt::quoted(value); };
@@ -403,6 +416,16 @@ std::string control(std::string request) {
   }
   if (command == "clear") {
     planner.clear();
+    return "{\"ok\": true}";
+  }
+  if (command == "fault") {
+    set_fault(rest);
+    return "{\"ok\": true}";
+  }
+  if (command == "tile") {
+    const Arguments tile = parse(rest);
+    const auto part = [&](const char* key) { return static_cast<int16_t>(integer(tile, key, 0)); };
+    explicit_tile = ExplicitTile{part("strips"), part("k_warps"), part("cluster"), part("stages")};
     return "{\"ok\": true}";
   }
   NVFP4_CHECK(false, "control: unknown command '", command, "'");

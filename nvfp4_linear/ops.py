@@ -61,6 +61,10 @@ def check_packed(name: str, value: Any) -> None:
 
 def check_scale(name: str, value: Any) -> None:
     remedy = "view it with .view(torch.float8_e4m3fn) if its bytes are UE4M3"
+    if isinstance(value, Tensor) and value.dtype == torch.float8_e8m0fnu:
+        remedy = (
+            "these are MXFP4's, one for 32 elements, which is not supported: quantize the values"
+        )
     check_dtype(name, value, (torch.float8_e4m3fn,), remedy)
 
 

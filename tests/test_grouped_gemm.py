@@ -7,7 +7,11 @@ last place of out. Zeros and NaN are exact, and two runs agree to the byte.
 from __future__ import annotations
 
 import itertools
+import os
+import shutil
+import subprocess
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
@@ -330,6 +334,29 @@ def test_unaligned_data(device):
     b, scale = p.b.data.to(device), p.b.scale.to(device)
     y = grouped_gemm(there, b, None, scale, offs, p.alpha.to(device))
     assert_within_bound(y, p, expected)
+
+
+def test_kernels_on_the_emulator(tmp_path):
+    """A sample of grouped_emulator's cases: all of them take minutes."""
+    compiler = os.environ.get("CXX", "g++").split()[0]
+    if shutil.which(compiler) is None:
+        pytest.skip(f"needs a C++ compiler, found no {compiler}")
+    tests = Path(__file__).resolve().parent
+    cuda = tests.parent / "csrc" / "cuda"
+    kernels = ("device", "grouped_gemm", "grouped_small_m", "grouped_wgmma")
+    includes = [tests / "cuda_emulator", tests.parent / "csrc", cuda]
+    ahead = [tests / "cuda_emulator" / "ptx.cuh", tests / "grouped_emulator" / "wgmma.cuh"]
+    command = [compiler, "-std=c++17", "-O2", "-ffp-contract=off", "-w"]
+    command += [f"-I{path}" for path in includes]
+    command += [x for path in ahead for x in ("-include", str(path))]
+    command += ["-x", "c++", *(str(cuda / f"{name}.cu") for name in kernels)]
+    command += [str(tests / "grouped_emulator" / "main.cpp"), "-o", str(tmp_path / "emulated")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    done = subprocess.run(
+        [tmp_path / "emulated", "quick"], capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_out_of_range_on_the_cpu():

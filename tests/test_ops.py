@@ -13,7 +13,7 @@ from helpers import poison
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from nvfp4_linear import ops
+from nvfp4_linear import grouped, ops
 
 raw = torch.ops.nvfp4
 F4 = torch.float4_e2m1fn_x2
@@ -29,27 +29,32 @@ class Call:
     args: tuple
     kwargs: dict = field(default_factory=dict)
 
+    def with_tensors(self, change):
+        """The same call of `change` of every tensor; None and numbers as they are."""
+
+        def changed(value):
+            return change(value) if isinstance(value, torch.Tensor) else value
+
+        kwargs = {name: changed(value) for name, value in self.kwargs.items()}
+        return Call(self.op, tuple(map(changed, self.args)), kwargs)
+
     def on(self, device):
-        return Call(self.op, tuple(to(device, self.args)), dict(self.kwargs))
+        return self.with_tensors(lambda tensor: moved(tensor, device))
 
     def raw(self):
         return getattr(raw, self.op)(*self.args, **self.kwargs)
 
     def wrapped(self):
-        return getattr(ops, self.op)(*self.args, **self.kwargs)
+        wrapper = grouped.grouped_gemm if self.op == "grouped_gemm" else getattr(ops, self.op)
+        return wrapper(*self.args, **self.kwargs)
 
 
-def to(device, values):
-    """Tensors moved with their strides; None and numbers as they are."""
-    for value in values:
-        if not isinstance(value, torch.Tensor):
-            yield value
-            continue
-        moved = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
-        if value.dtype == F4:  # has no copy of its own
-            yield moved.view(torch.uint8).copy_(value.view(torch.uint8)).view(F4)
-        else:
-            yield moved.copy_(value)
+def moved(tensor, device):
+    """To a device, with its strides."""
+    copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    if tensor.dtype == F4:  # has no copy of its own
+        return copy.view(torch.uint8).copy_(tensor.view(torch.uint8)).view(F4)
+    return copy.copy_(tensor)
 
 
 def dense(*shape, dtype=torch.bfloat16, seed=0):
@@ -97,6 +102,64 @@ def strided_gemm_call(layout):
 def leading_dequantize_call(swizzled):
     data, scale = raw.quantize(dense(2, 3, 32), swizzled=swizzled)
     return Call("dequantize", (data, scale, scalar(0.5)), {"swizzled": swizzled})
+
+
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def stack(groups, n, k):
+    """Packed experts: data (E, N, K/2) and swizzled scales (E, ...)."""
+    experts = [packed(n, k, seed) for seed in range(groups)]
+    return tuple(torch.stack(parts) for parts in zip(*experts, strict=True))
+
+
+def linear_scale(data, scale):
+    rows, k = data.shape[0], data.shape[1] * 2
+    return raw.unswizzle_scales(scale, rows, k // 16)
+
+
+def grouped_calls():
+    """Both ragged modes; every operand dense, packed, strided; every option, and none."""
+    b, b_scale = stack(3, 24, 48)
+    a, a_scale = packed(5, 48, swizzled=False)
+    offs = int32(3, 3, 5)
+    every = {"scatter": int32(1, -1, 0, 3, 4), "gamma": dense(5, dtype=torch.float32)}
+    every["gather"] = int32(4, 0, 0, 2, 1)
+    for out in (None, *DENSE):
+        yield Call("grouped_gemm", (a, b, a_scale, b_scale, offs), {"out_dtype": out})
+    vectors = (dense(3, dtype=torch.float32), dense(3, 24))
+    yield Call("grouped_gemm", (a, b, a_scale, b_scale, offs, *vectors), every)
+    for scale in (scalar(0.5), torch.ones(1)):
+        yield Call("grouped_gemm", (a.view(F4), b.view(F4), a_scale, b_scale, offs, scale))
+    for dtype in DENSE[1:]:
+        x, w = dense(5, 48, dtype=dtype), dense(3, 24, 48, dtype=dtype)
+        yield Call("grouped_gemm", (x, b, None, b_scale, offs), every)
+        yield Call("grouped_gemm", (a, w, a_scale, None, offs), {"gamma": every["gamma"]})
+        short = (x[:, :32], dense(3, 32, 24, dtype=dtype).mT)
+        yield Call("grouped_gemm", (*short, None, None, offs, None, dense(3, 24)))
+    rows = {"gather": int32(*range(5), 0, 1)[::2], "gamma": dense(8, dtype=torch.float32)[::2]}
+    x = dense(5, 48)
+    yield Call("grouped_gemm", (strided_columns(x), b, None, b_scale, int32(3, 3, 4)), rows)
+    yield Call("grouped_gemm", (a[:0], b, a_scale[:0], b_scale, int32(0, 0, 0)))
+    yield Call("grouped_gemm", (a, b[:, :0], a_scale, b_scale[:, :0], offs))
+    yield Call("grouped_gemm", (a, b[:0], a_scale, b_scale[:0], offs[:0]))
+    data, scale = packed(5, 48)
+    layouts = {"a_scale_swizzled": True, "b_scale_swizzled": False}
+    one = (data[None], linear_scale(data, scale)[None])
+    yield Call("grouped_gemm", (data, one[0], scale, one[1], int32(5)), layouts)
+
+    k_offs, gamma = int32(16, 16, 48), {"gamma": every["gamma"]}
+    both = {"ragged": "k", "b_scale_swizzled": False}
+    n, n_scale = packed(24, 48, swizzled=False)
+    yield Call("grouped_gemm", (a, n, a_scale, n_scale, k_offs, *vectors), both | gamma)
+    swizzled = {"ragged": "k", "a_scale_swizzled": True}
+    w, w_scale = packed(24, 48)
+    yield Call("grouped_gemm", (data, w, scale, w_scale, k_offs), swizzled)
+    yield Call("grouped_gemm", (x, dense(24, 48), None, None, k_offs), {"ragged": "k"})
+    yield Call("grouped_gemm", (x, n, None, n_scale, k_offs), both)
+    yield Call("grouped_gemm", (a, dense(24, 48), a_scale, None, int32(48)), {"ragged": "k"})
+    yield Call("grouped_gemm", (x, n, None, n_scale, offs[:0]), both)
 
 
 def calls():
@@ -151,6 +214,22 @@ def calls():
         yield Call("gemm_a16w4", (dense(2, 3, 48, dtype=dtype), data, scale, None, None, out))
     yield Call("gemm_a16w4", (transposed(x), data.view(F4), scale))
     yield Call("gemm_a16w4", (strided_columns(x), data, scale))
+    yield from a4w16_calls()
+    yield from grouped_calls()
+
+
+def a4w16_calls():
+    for m in (0, 1, 129):
+        a, a_scale = packed(m, 48)
+        yield Call("gemm_a4w16", (a, dense(24, 48), a_scale, scalar(0.5), dense(24)))
+    a, a_scale = raw.quantize(dense(2, 3, 48))
+    for dtype, out in itertools.product(DENSE[1:], (None, *DENSE)):
+        yield Call("gemm_a4w16", (a, dense(5, 48, dtype=dtype), a_scale, None, None, out))
+    a, w = a[0], dense(5, 48)
+    a_scale = packed(3, 48)[1]
+    yield Call("gemm_a4w16", (a.view(F4), transposed(w), a_scale))
+    yield Call("gemm_a4w16", (transposed(a), strided_columns(w), transposed(a_scale)))
+    yield Call("gemm_a4w16", (a, w[:0], a_scale))
 
 
 CALLS = list(calls())
@@ -162,14 +241,10 @@ def flat(result):
     return result if isinstance(result, tuple) else (result,)
 
 
-# Registered, and not yet wrapped: take a name out as its wrapper, fake and calls come in.
-NOT_YET = {"gemm_a4w16", "grouped_gemm"}
-
-
 def test_every_op_is_here():
     names = torch._C._dispatch_get_all_op_names()
     registered = {n.split("::")[1].split(".")[0] for n in names if n.startswith("nvfp4::")}
-    assert registered - {"_control"} - NOT_YET == set(OPS)
+    assert registered - {"_control"} == set(OPS)
 
 
 @pytest.mark.parametrize("call", CALLS, ids=IDS)
@@ -177,8 +252,7 @@ def test_fake_gives_what_the_op_gives(device, call):
     call = call.on(device)
     real = flat(call.raw())
     with FakeTensorMode() as mode:
-        args = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in call.args]
-        fake = flat(getattr(raw, call.op)(*args, **call.kwargs))
+        fake = flat(call.with_tensors(mode.from_tensor).raw())
     for made, expected in zip(fake, real, strict=True):
         for attribute in ("shape", "dtype", "device"):
             assert getattr(made, attribute) == getattr(expected, attribute)
@@ -206,9 +280,9 @@ def test_opcheck(device, monkeypatch, call):
 @pytest.mark.parametrize("call", CALLS, ids=IDS)
 def test_strides_and_wrapper_change_no_byte(device, call):
     call = call.on(device)
-    contiguous = [a.contiguous() if isinstance(a, torch.Tensor) else a for a in call.args]
+    contiguous = call.with_tensors(torch.Tensor.contiguous)
     poison(device)
-    expected = flat(Call(call.op, tuple(contiguous), call.kwargs).raw())
+    expected = flat(contiguous.raw())
     poison(device)
     for actual in (call.raw(), call.wrapped()):
         for got, want in zip(flat(actual), expected, strict=True):
@@ -223,7 +297,11 @@ def network(x, b, b_scale, bias):
     g = ops.global_scale(x)
     data, scale = ops.quantize(x, g)
     y = ops.gemm(data, b, scale, b_scale, g, bias, torch.float32)
-    y = y + ops.gemm_a16w4(ops.dequantize(data, scale, g, out_dtype=torch.bfloat16), b, b_scale)
+    dense_x = ops.dequantize(data, scale, g, out_dtype=torch.bfloat16)
+    y = y + ops.gemm_a16w4(dense_x, b, b_scale)
+    y = y + ops.gemm_a4w16(data, dense_x.new_ones(b.shape[0], 48), scale, g, bias)
+    ends = torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)
+    y = y + grouped.grouped_gemm(dense_x, b[None], None, b_scale[None], ends)
     hidden, hidden_scale = ops.swiglu_quantize(y, swizzled=False)
     return ops.dequantize(hidden, ops.swizzle_scales(hidden_scale))
 
@@ -288,18 +366,10 @@ def test_export_with_dynamic_rows(device):
         Network(), (dense(5, 48).to(device), *b), dynamic_shapes=dynamic, strict=False
     )
     names = [str(n.target) for n in program.graph.nodes if "nvfp4" in str(n.target)]
-    assert len(names) == len(set(names)) + 1 == 8  # dequantize twice, each op one opaque node
+    assert len(names) == len(set(names)) + 1 == 10  # dequantize twice, each op one opaque node
     for m in ROWS[1:]:
         x = dense(m, 48, seed=m).to(device)
         assert_same_bytes(program.module()(x, *b), network(x, *b))
-
-
-def test_a_fake_refuses_what_the_op_refuses():
-    """Compiled code meets the error when it is traced, not a wrong shape later."""
-    a, a_scale = packed(5, 48)
-    arguments = (a, a, a_scale[:, :1], a_scale)
-    with FakeTensorMode() as mode, pytest.raises(ValueError, match=r"a_scale must be swizzled"):
-        raw.gemm(*map(mode.from_tensor, arguments))
 
 
 # --- errors
@@ -378,6 +448,110 @@ def error_cases():
     yield Call("gemm", (data, data, scale, scale, None, None, E4M3)), TypeError, "out_dtype must be"
     yield Call("gemm_a16w4", (x.float(), data, scale)), TypeError, "x.dtype must be bfloat16 or fl"
     yield Call("gemm_a16w4", (x, data[None], scale)), ValueError, "got shape (1, 5, 24)"
+    e8m0 = torch.zeros(128, 4, dtype=torch.float8_e8m0fnu)
+    message = "got float8_e8m0fnu: these are MXFP4's, one for 32 elements, which is not supported"
+    yield Call("gemm", (data, data, scale, e8m0)), TypeError, message
+
+    w = dense(24, 48)
+    yield Call("gemm_a4w16", (x, w, scale)), TypeError, "a.dtype must be uint8 or float4_e2m1fn_x2"
+    yield Call("gemm_a4w16", (data, w.float(), scale)), TypeError, "w.dtype must be bfloat16 or fl"
+    yield Call("gemm_a4w16", (data, dense(24, 64), scale)), ValueError, "same K, got 48 and 64"
+    yield Call("gemm_a4w16", (data, w[None], scale)), ValueError, "got shape (1, 24, 48)"
+    message = "a_scale must be swizzled (128x4 tiles) with shape (128, 4)"
+    yield Call("gemm_a4w16", (data, w, scale[:5, :3])), ValueError, message
+    message = "bias must have shape (24,) = (N,), got (4,)"
+    yield Call("gemm_a4w16", (data, w, scale, None, bias)), ValueError, message
+    yield from grouped_error_cases()
+
+
+def grouped_error_cases():
+    (a, a_scale), (b, b_scale), offs = (
+        packed(5, 48, swizzled=False),
+        stack(3, 24, 48),
+        int32(3, 3, 5),
+    )
+    good = dict(a=a, b=b, a_scale=a_scale, b_scale=b_scale, offs=offs)
+    cases = [
+        ({"ragged": "n"}, ValueError, "ragged must be 'm' or 'k', got 'n'"),
+        (
+            {"a_scale": None},
+            TypeError,
+            "a.dtype must be bfloat16 or float16, got uint8: packed data",
+        ),
+        (
+            {"b_scale": None},
+            TypeError,
+            "b.dtype must be bfloat16 or float16, got uint8: packed data",
+        ),
+        ({"a": dense(5, 48)}, TypeError, "a.dtype must be uint8 or float4_e2m1fn_x2, got bfloat16"),
+        ({"offs": offs.long()}, TypeError, "offs.dtype must be int32, got int64"),
+        ({"offs": offs[:2]}, ValueError, "offs must have shape (3,), got (2,)"),
+        ({"offs": offs[None]}, ValueError, "offs must have shape (3,), got (1, 3)"),
+        ({"b": b[0]}, ValueError, "b must have 3 dimensions, got shape (24, 24)"),
+        ({"a": a[None]}, ValueError, "a must have 2 dimensions, got shape (1, 5, 24)"),
+        (
+            {"a_scale": a_scale[:4]},
+            ValueError,
+            "a_scale must be row-major with shape (5, 3), got (4",
+        ),
+        (
+            {"a_scale_swizzled": True},
+            ValueError,
+            "a_scale must be swizzled (128x4 tiles) with shape (128, 4), got (5, 3): a_scale_swizz",
+        ),
+        (
+            {"b_scale": b_scale[0]},
+            ValueError,
+            "b_scale must be swizzled (128x4 tiles) with shape (3, 128, 4), got (128, 4)",
+        ),
+        (
+            {"a": dense(5, 64), "a_scale": None},
+            ValueError,
+            "a and b must have the same K, got 64 and 48",
+        ),
+        (
+            {"a": dense(5, 48), "a_scale": None, "b": dense(3, 24, 48).half(), "b_scale": None},
+            ValueError,
+            "a and b, both dense, must have the same dtype, got",
+        ),
+        ({"gather": offs.long()}, TypeError, "gather.dtype must be int32, got int64"),
+        ({"gather": offs[None]}, ValueError, "gather must have shape (rows,), got (1, 3)"),
+        ({"scatter": offs}, ValueError, "scatter must have shape (5,), got (3,)"),
+        ({"scatter": offs.float()}, TypeError, "scatter.dtype must be int32, got float32"),
+        ({"gamma": dense(3).float()}, ValueError, "gamma must have shape (5,), got (3,)"),
+        ({"gamma": dense(5)}, TypeError, "gamma.dtype must be float32, got bfloat16"),
+        ({"alpha": torch.ones(2)}, ValueError, "alpha must have shape (3,), got (2,)"),
+        ({"alpha": torch.ones(1).double()}, TypeError, "alpha.dtype must be float32, got float64"),
+        ({"bias": dense(24)}, ValueError, "bias must have shape (3, 24) = (E, N), got (24,)"),
+        (
+            {"bias": dense(3, 24).int()},
+            TypeError,
+            "bias.dtype must be float32 or bfloat16 or float1",
+        ),
+        ({"out_dtype": E4M3}, TypeError, "out_dtype must be float32, bfloat16 or float16"),
+        (
+            {"ragged": "k", "gather": int32(0)},
+            ValueError,
+            "gather and scatter move rows of ragged M",
+        ),
+        ({"ragged": "k"}, ValueError, "b must have 2 dimensions, got shape (3, 24, 24)"),
+        # what only the values of a tensor say
+        ({"offs": int32(3, 2, 5)}, ValueError, "offs[1] must be in [3, 5], got 2"),
+        ({"offs": int32(3, 3, 6)}, ValueError, "offs[2] must be in [3, 5], got 6"),
+        (
+            {"offs": int32(-1, 3, 5)},
+            ValueError,
+            "offs[0] must be in [0, 5], got -1",
+        ),
+        ({"gather": int32(0, 5, 0, 0, 0)}, ValueError, "gather[1] must be in [0, 5), got 5"),
+        ({"scatter": int32(0, 1, -2, 3, 4)}, ValueError, "scatter[2] must be in [-1, 5), got -2"),
+    ]
+    for change, error, message in cases:
+        yield Call("grouped_gemm", (), good | change), error, message
+    n, n_scale = packed(24, 48)
+    along_k = good | {"ragged": "k", "b": n, "b_scale": n_scale, "offs": int32(16, 24, 48)}
+    message = "offs[1] must be a multiple of 16 in [16, 48], got 24"
+    yield Call("grouped_gemm", (), along_k), ValueError, message
 
 
 ERRORS = list(error_cases())
@@ -393,6 +567,24 @@ def test_error_names_argument_expected_and_got(call, error, message):
     # The op alone is the backstop: it refuses too, in its own words.
     with pytest.raises((ValueError, RuntimeError)):
         call.raw()
+
+
+VALUES = ("global_scale must be finite", "offs[", "gather[", "scatter[")  # a fake has none to see
+NO_ROWS = "rows and cols must be >= 0"  # a negative size never reaches a fake
+
+
+@pytest.mark.parametrize(
+    "case",
+    [c for c in ERRORS if not c[2].startswith((*VALUES, NO_ROWS)) and "got list" not in c[2]],
+    ids=lambda case: case[0].op,
+)
+def test_a_fake_refuses_what_the_op_refuses(case):
+    """Compiled code meets the error when it is traced, not a wrong shape later."""
+    call, error, message = case
+    with FakeTensorMode() as mode, pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
+        call.with_tensors(mode.from_tensor).raw()
+    name = message.split()[0].split(".")[0]
+    assert name in str(caught.value), f"{error.__name__} without {name}"
 
 
 @pytest.mark.gpu
@@ -441,6 +633,30 @@ def test_gemm_a16w4_gradients(device, dtype, compiled):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
+def test_gemm_a4w16_gradients(device, compiled):
+    alpha = scalar(-0.25)
+    a, a_scale = raw.quantize(dense(2, 3, 48))
+    w, bias = dense(24, 48, dtype=torch.float16), dense(24, dtype=torch.float32)
+    a, a_scale, w, bias = (t.to(device) for t in (a, a_scale, w, bias))
+    w.requires_grad_()
+    bias.requires_grad_()
+    f = ops.gemm_a4w16
+    if compiled:
+        torch._dynamo.reset()
+        f = torch.compile(f, fullgraph=True, backend="aot_eager")
+    grad = dense(2, 3, 24, dtype=torch.float16, seed=5).to(device)
+    got = torch.autograd.grad(f(a, w, a_scale, alpha, bias), (w, bias), grad)
+
+    twins = [t.detach().clone().requires_grad_() for t in (w, bias)]
+    x = decoded(a, a_scale, alpha.to(device)).half()
+    expected_y = x @ twins[0].t() + twins[1]
+    expected = torch.autograd.grad(expected_y, twins, grad.to(expected_y.dtype))
+    # w.grad: FP16 sums over six rows, rounded at the end; bias.grad: six FP32 additions
+    torch.testing.assert_close(got[0], expected[0], rtol=2**-9, atol=2**-9)
+    torch.testing.assert_close(got[1], expected[1], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
 def test_gemm_bias_gradient(device, compiled):
     call = gemm_call(5, 24, 48).on(device)
     a, b, a_scale, b_scale, alpha, bias, _ = call.args
@@ -471,6 +687,14 @@ def gradient_refusals():
     yield Call("gemm", (data, data, scale, scale, g)), "alpha"
     yield Call("gemm", (data, data, scale, learning_scale)), "b_scale"
     yield Call("gemm_a16w4", (learning, data, scale, g)), "alpha"
+    yield Call("gemm_a4w16", (data, learning.detach(), scale, g)), "alpha"
+    yield Call("gemm_a4w16", (data, learning.detach(), learning_scale)), "a_scale"
+    experts, offs = (dense(5, 64), data[None], None, scale[None]), int32(5)
+    learning_x = experts[0].clone().requires_grad_()
+    gamma = {"gamma": torch.ones(5).requires_grad_()}
+    yield Call("grouped_gemm", (learning_x, *experts[1:], offs)), "a"
+    yield Call("grouped_gemm", (*experts, offs), gamma), "gamma"
+    yield Call("grouped_gemm", (*experts, offs, g)), "alpha"
 
 
 REFUSALS = list(gradient_refusals())

@@ -7,7 +7,7 @@ import torch
 from compare import assert_same_bytes, make_input
 from helpers import poison
 
-from nvfp4_linear import Nvfp4Tensor, reference
+from nvfp4_linear import Nvfp4Tensor, ops, reference
 
 E4M3 = torch.float8_e4m3fn
 
@@ -84,14 +84,136 @@ def test_the_packing_axis_gives_the_same_bytes_another_meaning():
         Nvfp4Tensor(data, torch.ones(32, 8).to(E4M3), one, (32, 128), 0, False)
 
 
+@pytest.mark.parametrize("swizzled", [True, False])
+def test_quantize_along_rows(device, swizzled):
+    """Blocks and pairs along dimension 0: x.t()'s bytes under the transposed description."""
+    x = make_input("hand_made", 272, 24, torch.bfloat16)
+    q = Nvfp4Tensor.quantize(x.to(device), packed_dim=0, swizzled=swizzled)
+    data, scale = reference.quantize(x.t(), q.global_scale.cpu(), swizzled=swizzled)
+    assert (q.shape, q.packed_dim, q.block_dim, q.swizzled) == ((272, 24), 0, 0, swizzled)
+    assert_same_bytes(q.data.t(), data)
+    assert_same_bytes(q.block_scale if swizzled else q.block_scale.t(), scale)
+    expected = reference.dequantize(data, scale, q.global_scale.cpu(), swizzled=swizzled)
+    assert_same_bytes(q.dequantize(), expected.t())
+
+
+@pytest.mark.parametrize("packed_dim", [0, 1])
+def test_repack_moves_nibbles_and_nothing_else(device, packed_dim):
+    x = make_input("hand_made", 48, 32, torch.bfloat16).to(device)
+    q = Nvfp4Tensor.quantize(x, packed_dim=packed_dim)
+    other = q.repack(1 - packed_dim)
+    assert (other.shape, other.packed_dim, other.block_dim) == (q.shape, 1 - packed_dim, packed_dim)
+    assert other.data.shape == ((48, 16) if packed_dim == 0 else (24, 32))
+    assert other.block_scale is q.block_scale
+    assert_same_bytes(other.dequantize(), q.dequantize())
+    assert_same_bytes(other.t().dequantize(), q.dequantize().t())
+    assert_same_bytes(other.repack(packed_dim).data, q.data)
+    assert q.repack(packed_dim) is q
+    with pytest.raises(ValueError, match="packed_dim must be 0 or 1"):
+        q.repack(2)
+
+
+def test_repack_of_an_odd_dimension_is_an_error():
+    q = Nvfp4Tensor.quantize(torch.ones(5, 48))
+    message = r"shape\[packed_dim\] must be even, got shape \(5, 48\) packed along 0: two codes"
+    with pytest.raises(ValueError, match=message):
+        q.repack(0)
+    with pytest.raises(ValueError, match=message):
+        Nvfp4Tensor(zero_data(2, 48), q.block_scale, None, (5, 48), 0, True, 1)
+
+
+def test_pairs_along_n_and_blocks_along_k():
+    """A logical (32, 128) in [32, 64] bytes with two blocks of K a column: never a (64, 64)."""
+    data = torch.randint(0, 256, (32, 64), dtype=torch.uint8)
+    scale = torch.randint(0x30, 0x40, (2, 128), dtype=torch.uint8).view(E4M3)
+    b = Nvfp4Tensor(data, scale, None, (32, 128), packed_dim=1, swizzled=False, block_dim=0)
+    assert (b.k, b.rows) == (32, 128)
+    low, high = reference.e2m1_decode(data & 0xF), reference.e2m1_decode(data >> 4)
+    codes = torch.stack((low, high), dim=2).reshape(32, 128)
+    expected = codes * reference.e4m3_decode(scale).repeat_interleave(16, dim=0)
+    assert_same_bytes(b.dequantize(), expected)
+    assert_same_bytes(b.repack(0).dequantize(), expected)
+    assert "packed_dim=1, block_dim=0, row-major scales" in repr(b)
+    # What became of it in another library: sides swapped without the packing axis, K doubled.
+    with pytest.raises(
+        ValueError, match=r"64 elements / 2 scales = 32 a group along dimension 1.*MXFP4"
+    ):
+        Nvfp4Tensor(data.t(), scale.t(), None, (64, 64), 1, False)
+
+
+# --- the product; its numbers over all axes, layouts and dtypes are test_matrix.py's
+
+
+def test_product_is_gemms(device):
+    a = Nvfp4Tensor.quantize(make_input("normal", 8, 48, torch.bfloat16).to(device))
+    w = Nvfp4Tensor.quantize(make_input("normal", 24, 48, torch.bfloat16, seed=1).to(device))
+    bias = torch.ones(24, device=device)
+    alpha = a.global_scale * w.global_scale
+    sides = (a.data, w.data, a.block_scale, w.block_scale)
+    assert_same_bytes(a @ w.t(), ops.gemm(*sides, alpha))
+    expected = ops.gemm(*sides, alpha, bias, torch.float32)
+    assert_same_bytes(a.matmul(w.t(), bias, torch.float32), expected)
+    x = torch.ones(8, 48, dtype=torch.float16, device=device)
+    assert_same_bytes(x @ w.t(), ops.gemm_a16w4(x, w.data, w.block_scale, w.global_scale))
+    assert_same_bytes(w @ x.t(), ops.gemm_a4w16(w.data, x, w.block_scale, w.global_scale))
+
+
+@pytest.mark.parametrize("missing", ["left", "right", "both"])
+def test_product_without_global_scales(missing):
+    a = Nvfp4Tensor.quantize(torch.ones(8, 48))
+    w = Nvfp4Tensor.quantize(torch.ones(24, 48))
+    if missing != "right":
+        a = dataclasses.replace(a, global_scale=None)
+    if missing != "left":
+        w = dataclasses.replace(w, global_scale=None)
+    assert_same_bytes((a @ w.t()).float(), (a.dequantize() @ w.dequantize().t()).bfloat16().float())
+
+
+def test_product_passes_gradients_to_a_dense_side():
+    w = Nvfp4Tensor.quantize(torch.ones(24, 48))
+    x = torch.ones(8, 48, dtype=torch.bfloat16, requires_grad=True)
+    (x @ w.t()).sum().backward()
+    torch.testing.assert_close(x.grad, torch.full_like(x, 24.0))  # 24 ones, exact
+
+
+def test_a_product_that_cannot_be_is_an_error():
+    a = Nvfp4Tensor.quantize(torch.ones(16, 48))
+    with pytest.raises(
+        ValueError, match=r"\(M, K\) and \(K, N\), got \(16, 48\) and \(16, 48\): .t"
+    ):
+        a @ a
+    across = Nvfp4Tensor.quantize(torch.ones(48, 32))
+    with pytest.raises(ValueError, match="neither a nor b has its blocks along K"):
+        Nvfp4Tensor.quantize(torch.ones(16, 48), packed_dim=0) @ across
+    with pytest.raises(ValueError, match="neither a nor b has its blocks along K"):
+        torch.ones(16, 48).bfloat16() @ across
+    with pytest.raises(TypeError, match=r"a.dtype must be bfloat16 or float16, got float32"):
+        torch.ones(16, 48) @ a.t()
+    with pytest.raises(TypeError, match="b must be a bfloat16 or float16 tensor, got float"):
+        a @ 2.0
+    with pytest.raises(ValueError, match=r"b must be 2-D, got \(48,\)"):
+        a @ torch.ones(48).bfloat16()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         # scales of groups of 32, where 16 is meant
         (
             (zero_data(8, 32), zero_scale(8, 2), (8, 64), 1, False),
-            r"64 elements / 2 scales = 32 a group along dimension 1, and NVFP4's group is 16",
+            r"64 elements / 2 scales = 32 a group along dimension 1, and NVFP4's group is 16 "
+            r"\(groups of 32 are MXFP4, which is not supported\)",
         ),
+        (
+            (zero_data(8, 128), zero_scale(128, 8), (8, 256), 1, True),
+            r"256 elements / 8 scales = 32 or more a group along dimension 1.*are MXFP4",
+        ),
+        (
+            (zero_data(32, 8), zero_scale(2, 8), (64, 8), 0, False),
+            r"64 elements / 2 scales = 32 a group along dimension 0",
+        ),
+        # scales of groups of 64: of no format we know
+        ((zero_data(8, 64), zero_scale(8, 2), (8, 128), 1, False), r"= 64 a group .* is 16: give"),
         # scales counted from the packed shape: 32 bytes / 16
         (
             (zero_data(64, 1024), zero_scale(64, 64), (64, 2048), 1, False),
@@ -112,6 +234,7 @@ def test_the_packing_axis_gives_the_same_bytes_another_meaning():
         ((zero_data(8, 16), zero_scale(8, 4), (8, 64), 1, True), "belong to different tensors"),
         ((zero_data(8, 12), zero_scale(128, 4), (8, 24), 1, True), "must be a multiple of 16"),
         ((zero_data(8, 32), zero_scale(128, 4), (8, 64), 2, True), "packed_dim must be 0 or 1"),
+        ((zero_data(8, 32), zero_scale(128, 4), (8, 64), 1, True, 2), "block_dim must be 0 or 1"),
         ((zero_data(2, 4, 32), zero_scale(128, 4), (8, 64), 1, True), "must be 2-D"),
     ],
 )
@@ -126,6 +249,11 @@ def test_contradictions_are_errors(arguments, message):
     [
         ({"data": torch.zeros(8, 32)}, TypeError, "data.dtype must be uint8"),
         ({"block_scale": torch.zeros(128, 4)}, TypeError, "block_scale.dtype must be float8"),
+        (
+            {"block_scale": torch.zeros(128, 4, dtype=torch.float8_e8m0fnu)},
+            TypeError,
+            "got float8_e8m0fnu: these are MXFP4's, one for 32 elements, which is not supported",
+        ),
         (
             {"global_scale": torch.tensor(1.0, dtype=torch.float64)},
             TypeError,

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "../check.h"
+#include "../faults_for_tests.h"
 #include "floats.h"
 #include "parallel.h"
 
@@ -325,8 +326,9 @@ void check_groups(const GroupedGemmParams& p) {
   int64_t previous = 0;
   for (int64_t e = 0; e < p.groups; ++e) {
     NVFP4_CHECK(p.offs[e] >= previous && p.offs[e] <= end && p.offs[e] % unit == 0, "offs[", e,
-                "] must be a multiple of ", unit, " in [", previous, ", ", end, "], got ",
-                p.offs[e], ": offs are cumulative ends along ", p.ragged_k ? "K" : "M");
+                "] must be ", p.ragged_k ? concat("a multiple of ", unit, " in [") : "in [",
+                previous, ", ", end, "], got ", p.offs[e], ": offs are cumulative ends along ",
+                p.ragged_k ? "K" : "M");
     previous = p.offs[e];
   }
   for (int64_t i = 0; p.gather && i < p.m; ++i) {
@@ -396,7 +398,9 @@ void gemm(const GemmParams& p) {
 void grouped_gemm(const GroupedGemmParams& p) {
   check_groups(p);
   const int64_t out_bytes = bytes_of(p.out_type);
-  if (!p.ragged_k) std::memset(p.out, 0, static_cast<size_t>(p.m * p.n * out_bytes));
+  if (!p.ragged_k && !has_fault(Fault::kRowsNotZeroed)) {
+    std::memset(p.out, 0, static_cast<size_t>(p.m * p.n * out_bytes));
+  }
   std::vector<Product> products;
   for (int64_t e = 0; e < p.groups; ++e) {
     const int64_t begin = e ? p.offs[e - 1] : 0, size = p.offs[e] - begin;
@@ -414,6 +418,10 @@ void grouped_gemm(const GroupedGemmParams& p) {
       product.m = p.m;
       product.k_begin = begin;
       product.k = size;
+      if (has_fault(Fault::kStalePadding)) {
+        constexpr int64_t kScaleTile = kTileCols * kBlockSize;
+        product.k = std::min(round_up(p.offs[e], kScaleTile), p.k) - begin;
+      }
       product.out = const_cast<char*>(advance(p.out, e * p.m * p.n * out_bytes));
     } else {
       if (size == 0) continue;

@@ -20,6 +20,7 @@
 
 #include "common.cuh"
 #include "decode.cuh"
+#include "explicit_tile.h"
 #include "small_m_plan.h"
 
 namespace nvfp4::cuda {
@@ -38,12 +39,12 @@ static_assert(kLaneVectors * kVectorBytes == kThreadStageBytes);
 struct SmallMArgs {
   SmallMParams gemm;
   int strips, k_warps, cluster;
-  int chunks;                    // of a block
-  int segment;                   // chunks of A in shared memory at a time: a multiple of k_warps
-  int total_chunks;              // of k
-  int share;                     // sums that a block of the cluster adds up
-  uint32_t sums_bytes, a_bytes;  // of the sums a block receives; of a segment of A
-  int64_t tiles_per_row;         // scale tiles along k
+  int chunks;                  // of a block
+  int segment;                 // chunks of A in shared memory at a time: a multiple of k_warps
+  int total_chunks;            // of k
+  int share;                   // sums that a block of the cluster adds up
+  uint32_t a_offset, a_bytes;  // of a segment of A in shared memory
+  int64_t tiles_per_row;       // scale tiles along k
 };
 
 __device__ __forceinline__ int threads_of(const SmallMArgs& a) {
@@ -260,14 +261,13 @@ struct WeightSource {
 
   // Nothing is read past the end of a row: zeros there, with zero scales.
   template <bool kAligned>
-  __device__ __forceinline__ void copy(uint32_t target) const {
+  __device__ __forceinline__ void copy(uint32_t target, uint32_t pitch) const {
     const int valid = chunks <= 0 ? 0 : kAligned || chunks > 1 ? kVectorBytes : tail;
 #pragma unroll
     for (int j = 0; j < kRowsPerLane; ++j) {
-      copy_vector<kAligned>(target + j * kVectorBytes, row[j], valid);
+      copy_vector<kAligned>(target + j * pitch, row[j], valid);
     }
-    copy_vector<kAligned>(target + kRowsPerLane * kVectorBytes, scale,
-                          chunks > 0 ? kVectorBytes : 0);
+    copy_vector<kAligned>(target + kRowsPerLane * pitch, scale, chunks > 0 ? kVectorBytes : 0);
   }
 
   __device__ __forceinline__ void advance() {
@@ -290,10 +290,10 @@ struct Weights {
   uint4 codes[kRowsPerLane];
   uint4 scales;
 
-  __device__ __forceinline__ void load(uint32_t stage) {
+  __device__ __forceinline__ void load(uint32_t stage, uint32_t pitch) {
 #pragma unroll
-    for (int j = 0; j < kRowsPerLane; ++j) codes[j] = load_shared(stage + j * kVectorBytes);
-    scales = load_shared(stage + kRowsPerLane * kVectorBytes);
+    for (int j = 0; j < kRowsPerLane; ++j) codes[j] = load_shared(stage + j * pitch);
+    scales = load_shared(stage + kRowsPerLane * pitch);
   }
 };
 
@@ -402,20 +402,23 @@ __device__ __forceinline__ void finish(const SmallMArgs& a, const Position& p, f
 template <typename T, bool kPackedA, int kMTiles, bool kAligned>
 __global__ void __launch_bounds__(kMaxSmallMThreads, 1) small_m_kernel(const SmallMArgs a) {
   uint8_t* const shared = dynamic_shared();
-  if (a.cluster > 1) cluster_arrive();  // the others run: waited for before anything is sent
+  // The others run: waited for before anything is sent.
+  if (a.cluster > 1 && a.a_offset > 0) cluster_arrive();
   const Position p(a);
-  // Shared memory: sums, A, B's pipeline.
-  const uint32_t sums = shared_address(shared), base = sums + a.sums_bytes;
-  const uint32_t stage_bytes = threads_of(a) * static_cast<uint32_t>(kThreadStageBytes);
-  const uint32_t pipeline =
-      base + a.a_bytes + threadIdx.x * static_cast<uint32_t>(kThreadStageBytes);
+  // Shared memory: sums, A, B's pipeline; sums take the others' place where a_offset is 0. In the
+  // pipeline neighbours' vectors are neighbours, so that what a copy fetches is stored in one
+  // piece.
+  const uint32_t sums = shared_address(shared), base = sums + a.a_offset;
+  const uint32_t pitch = threads_of(a) * static_cast<uint32_t>(kVectorBytes);
+  const uint32_t stage_bytes = kLaneVectors * pitch;
+  const uint32_t pipeline = base + a.a_bytes + threadIdx.x * static_cast<uint32_t>(kVectorBytes);
   const uint32_t pipeline_end = pipeline + kStages * stage_bytes;
 
   WeightSource source(a, p);
   uint32_t filling = pipeline;
   int to_issue = (p.chunks - p.k_warp + a.k_warps - 1) / a.k_warps;
   const auto issue = [&] {
-    if (to_issue-- > 0) source.copy<kAligned>(filling);
+    if (to_issue-- > 0) source.copy<kAligned>(filling, pitch);
     source.advance();
     commit_copies();  // an empty group keeps the count
     filling = filling + stage_bytes == pipeline_end ? pipeline : filling + stage_bytes;
@@ -440,7 +443,7 @@ __global__ void __launch_bounds__(kMaxSmallMThreads, 1) small_m_kernel(const Sma
     for (int c = p.k_warp; c < chunks; c += a.k_warps) {
       wait_copies<kStages - 2>();
       Weights b;
-      b.load(stage);
+      b.load(stage, pitch);
       stage = stage + stage_bytes == pipeline_end ? pipeline : stage + stage_bytes;
       issue();
       bool half = false;
@@ -453,7 +456,15 @@ __global__ void __launch_bounds__(kMaxSmallMThreads, 1) small_m_kernel(const Sma
   }
   wait_copies<0>();
 
-  if (a.cluster > 1) cluster_wait();
+  if (a.a_offset == 0) {  // A and the pipeline are done with, here and where the sums go
+    if (a.cluster > 1) {
+      cluster_sync();
+    } else {
+      __syncthreads();
+    }
+  } else if (a.cluster > 1) {
+    cluster_wait();
+  }
   send_sums<kMTiles>(a, p, sums, acc);
   if (a.cluster > 1) {
     cluster_sync();
@@ -589,6 +600,16 @@ const SmallMPlan& find_plan(int64_t m, int64_t n, int64_t k, const Device& devic
   return e.plan;
 }
 
+// What tests have the plan be; not ok() where they don't.
+SmallMPlan plan_for_tests(int64_t m, int64_t n, int64_t k, const Device& device) {
+  const ExplicitTile tile = explicit_tile.load(std::memory_order_relaxed);
+  if (tile.strips) return explicit_small_m(m, n, k, tile, small_m_device(device));
+  if (!has_fault(Fault::kPlannerUncapped)) return {};
+  SmallMDevice endless = small_m_device(device);
+  endless.shared_per_block = size_t{1} << 40;
+  return plan_small_m(m, n, k, endless);
+}
+
 }  // namespace
 
 void gemm_small_m(const SmallMParams& p, Stream stream) {
@@ -600,7 +621,9 @@ void gemm_small_m(const SmallMParams& p, Stream stream) {
                        (packed || p.a_row_stride % 8 == 0);
   const Device device = current_device();
   // The unaligned kernel has four tiles whatever m is.
-  const SmallMPlan& plan = find_plan(aligned ? p.m : kSmallMMax, p.n, p.k, device);
+  const int64_t rows = aligned ? p.m : kSmallMMax;
+  const SmallMPlan forced = plan_for_tests(rows, p.n, p.k, device);
+  const SmallMPlan& plan = forced.ok() ? forced : find_plan(rows, p.n, p.k, device);
   if (!plan.ok()) {
     throw std::runtime_error("gemm_small_m: no tile fits this GPU's " +
                              std::to_string(small_m_device(device).shared_per_block) +
@@ -615,7 +638,7 @@ void gemm_small_m(const SmallMParams& p, Stream stream) {
   a.segment = std::max(plan.segment, 1);
   a.total_chunks = static_cast<int>(ceil_div(p.k, kChunkK));
   a.share = static_cast<int>(share_of(p.m, plan.strips, plan.cluster));
-  a.sums_bytes = static_cast<uint32_t>(sums_bytes(p.m, plan.strips, plan.k_warps, plan.cluster));
+  a.a_offset = static_cast<uint32_t>(plan.a_offset);
   a.a_bytes = static_cast<uint32_t>(plan.segment * chunk_bytes(plan.m_tiles));
   a.tiles_per_row = ceil_div(p.k / kBlockSize, kTileCols);
   const Kernel kernel = pick_kernel(p, plan.m_tiles, aligned);

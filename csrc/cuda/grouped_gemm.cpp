@@ -19,9 +19,9 @@
 namespace nvfp4::cuda {
 namespace {
 
-// Rows a group, on average: up to here its weights' bytes are the limit without wgmma, and from
-// here on with it.
-constexpr int64_t kFewRows = 64, kWgmmaRows = int64_t{1} << 40;  // until measured
+// Rows a group, on average: up to kFewRows its weights' bytes are the limit for mma.sync; from
+// kWgmmaRows on, where there is wgmma, that is the faster one.
+constexpr int64_t kFewRows = 64, kWgmmaRows = 17;
 
 // The kernels for packed weights take a dense A: a packed one is decoded first, exactly, all of it,
 // because gather may ask for any row. Not where that takes more than the library's budget.

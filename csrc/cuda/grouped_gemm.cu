@@ -7,15 +7,15 @@
 // three
 //   stages. Dense rows come by cp.async; packed ones by way of registers, where they are decoded: a
 //   thread has one row, 32 bytes of codes and four scales a step.
-// - A vector of eight consecutive k is one 16-byte load of a lane and feeds two mma: which k a slot
-//   of the instruction stands for is free as long as both sides agree.
 // - Ragged K starts at the multiple of 64 below the slice. Blocks of 16 outside it count as zero:
 //   dense ones are zeroed, packed ones get scale zero.
 // - A NaN scale makes its row's products NaN and no other's. Sums have one fixed order.
 #include "common.cuh"
 #include "decode.cuh"
+#include "explicit_tile.h"
 #include "grouped_gemm.h"
 #include "grouped_schedule.cuh"
+#include "wgmma.cuh"
 
 namespace nvfp4::cuda {
 namespace {
@@ -47,11 +47,10 @@ struct GroupedArgs {
   bool wide;                              // 16-byte stores
 };
 
-// Vector v of a row. A quarter-warp reads two rows' vectors of one half (multiply) or writes one
-// vector of eight rows (decode): both reach all banks.
+// Vector v of a row. Eight rows' vectors of one k, which is what is read (ldmatrix) and written
+// (decode) at a time, reach all banks.
 __device__ __forceinline__ uint32_t slot(int row, int v) {
-  return static_cast<uint32_t>(row * kRowVectors + (v ^ ((row & 1) << 2 | (row >> 1 & 3)))) *
-         kVectorBytes;
+  return static_cast<uint32_t>(row * kRowVectors + (v ^ (row & 7))) * kVectorBytes;
 }
 
 // Rows of one side of a tile.
@@ -71,32 +70,38 @@ class Side;
 // Dense: 16 bytes at a time, asynchronously, into the stage of its step.
 template <typename T>
 class Side<T, false> {
+  static constexpr int kEach = kTile * kRowVectors / kThreads;
+
  public:
   __device__ Side(const Operand& operand, int64_t stack_offset, const Rows& rows, int64_t,
                   const GroupedTile& tile, bool aligned, bool)
-      : data_(static_cast<const uint16_t*>(operand.data) + stack_offset * operand.row_stride),
-        stride_(operand.row_stride),
-        rows_(rows),
-        k_begin_(tile.k_begin),
-        k_end_(tile.k_end),
-        aligned_(aligned) {}
+      : k_begin_(tile.k_begin), k_end_(tile.k_end), aligned_(aligned) {
+    const auto* data =
+        static_cast<const uint16_t*>(operand.data) + stack_offset * operand.row_stride;
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) {
+      const int64_t row = rows.at(static_cast<int>(threadIdx.x) / kRowVectors + j * kRowsApart);
+      inside_ |= static_cast<unsigned>(row >= 0) << j;
+      // A row that is none is not read; the address stays inside all the same.
+      row_[j] = data + max(row, int64_t{0}) * operand.row_stride +
+                static_cast<int>(threadIdx.x) % kRowVectors * kVectorK;
+    }
+  }
 
   __device__ __forceinline__ void issue(uint32_t stage, int64_t k0) const {
+    const int r = static_cast<int>(threadIdx.x) / kRowVectors;
+    const int v = static_cast<int>(threadIdx.x) % kRowVectors;
+    const int64_t k = k0 + v * kVectorK;
+    const bool in_slice = k >= k_begin_ && k < k_end_;
 #pragma unroll
-    for (int j = 0; j < kTile * kRowVectors / kThreads; ++j) {
-      const int i = static_cast<int>(threadIdx.x) + j * kThreads;
-      const int r = i / kRowVectors, v = i % kRowVectors;
-      const int64_t row = rows_.at(r), k = k0 + v * kVectorK;
-      const bool inside = row >= 0 && k >= k_begin_ && k < k_end_;
-      const uint16_t* source = inside ? data_ + row * stride_ + k : data_;
+    for (int j = 0; j < kEach; ++j) {
+      const bool valid = in_slice && (inside_ >> j & 1);
+      const uint16_t* source = row_[j] + (in_slice ? k0 : 0);
+      const uint32_t target = stage + slot(r + j * kRowsApart, v);
       if (aligned_) {
-        copy_async(stage + slot(r, v), source, inside ? kVectorBytes : 0);
+        copy_async(target, source, valid ? kVectorBytes : 0);
       } else {
-        uint32_t w[4] = {};
-        for (int h = 0; h < kVectorK; ++h) {
-          if (inside) w[h / 2] |= uint32_t{source[h]} << (16 * (h % 2));
-        }
-        store_shared(stage + slot(r, v), make_uint4(w[0], w[1], w[2], w[3]));
+        copy_unaligned(target, source, valid);
       }
     }
   }
@@ -104,9 +109,19 @@ class Side<T, false> {
   __device__ __forceinline__ void decode(uint32_t) const {}
 
  private:
-  const uint16_t* data_;
-  int64_t stride_;
-  Rows rows_;
+  static constexpr int kRowsApart = kThreads / kRowVectors;
+
+  __device__ __noinline__ static void copy_unaligned(uint32_t target, const uint16_t* source,
+                                                     bool valid) {
+    uint32_t w[4] = {};
+    for (int h = 0; h < kVectorK; ++h) {
+      if (valid) w[h / 2] |= uint32_t{source[h]} << (16 * (h % 2));
+    }
+    store_shared(target, make_uint4(w[0], w[1], w[2], w[3]));
+  }
+
+  const uint16_t* row_[kEach];
+  unsigned inside_ = 0;  // bit j: row j is one
   int64_t k_begin_, k_end_;
   bool aligned_;
 };
@@ -214,26 +229,27 @@ struct Accumulators {
 
 // One step of a warp's 64 x 64.
 template <typename T>
-__device__ __forceinline__ void multiply_step(uint32_t a_stage, uint32_t b_stage, int warp, int g,
-                                              int t, Accumulators& acc) {
-  const int m0 = warp / 2 * kWarpTile, n0 = warp % 2 * kWarpTile;
+__device__ __forceinline__ void multiply_step(uint32_t a_stage, uint32_t b_stage, int warp,
+                                              int lane, Accumulators& acc) {
+  // ldmatrix takes a row's address from each lane: A's four matrices are two of rows by two of k,
+  // in mma's order; B's are two of k by two of rows.
+  const int a_row = warp / 2 * kWarpTile + lane % 16, a_vector = lane / 16;
+  const int b_row = warp % 2 * kWarpTile + lane / 16 * 8 + lane % 8, b_vector = lane / 8 % 2;
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int v = 4 * half + t;
-    uint4 a[kMTiles][2];
+  for (int s = 0; s < kStepK / 16; ++s) {
+    uint32_t a[kMTiles][4];
 #pragma unroll
     for (int i = 0; i < kMTiles; ++i) {
-      for (int r = 0; r < 2; ++r) a[i][r] = load_shared(a_stage + slot(m0 + 16 * i + 8 * r + g, v));
+      load_matrices(a[i], a_stage + slot(a_row + 16 * i, 2 * s + a_vector));
     }
 #pragma unroll
-    for (int j = 0; j < kNTiles; ++j) {
-      const uint4 b = load_shared(b_stage + slot(n0 + 8 * j + g, v));
+    for (int j = 0; j < kNTiles; j += 2) {
+      uint32_t b[4];
+      load_matrices(b, b_stage + slot(b_row + 8 * j, 2 * s + b_vector));
 #pragma unroll
       for (int i = 0; i < kMTiles; ++i) {
-        const uint32_t first[4] = {a[i][0].x, a[i][1].x, a[i][0].y, a[i][1].y};
-        const uint32_t second[4] = {a[i][0].z, a[i][1].z, a[i][0].w, a[i][1].w};
-        mma(acc.c[i][j], first, b.x, b.y, T{});
-        mma(acc.c[i][j], second, b.z, b.w, T{});
+        mma(acc.c[i][j], a[i], b[0], b[1], T{});
+        mma(acc.c[i][j + 1], a[i], b[2], b[3], T{});
       }
     }
   }
@@ -347,7 +363,7 @@ __global__ void __launch_bounds__(kThreads, 2) grouped_kernel(const GroupedArgs 
         a.fetch(k0 + (step + 2) * kStepK);
         b.fetch(k0 + (step + 2) * kStepK);
       }
-      multiply_step<T>(stage, stage + kSideBytes, warp, g, t, acc);
+      multiply_step<T>(stage, stage + kSideBytes, warp, thread % kWarpSize, acc);
       advance(stage);
     }
     wait_copies(0);
@@ -416,11 +432,18 @@ void grouped_general(const GroupedGemmParams& p, Stream stream) {
         "cudaDeviceGetAttribute");
   check(cudaDeviceGetAttribute(&per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device),
         "cudaDeviceGetAttribute");
-  const auto bytes = [](int stages) {
-    return (sizeof(Memory) + 127) / 128 * 128 +
-           std::max(size_t{kTile} * kTilePitch * sizeof(float), size_t(stages) * kStageBytes);
+  const size_t fixed = (sizeof(Memory) + 127) / 128 * 128;
+  const size_t sums = size_t{kTile} * kTilePitch * sizeof(float);
+  const auto bytes = [&](int stages) {
+    return fixed + std::max(sums, size_t(stages) * kStageBytes);
   };
   args.stages = bytes(3) <= static_cast<size_t>(per_block) ? 3 : 2;
+  if (const int stages = explicit_tile.load(std::memory_order_relaxed).stages) {
+    const bool fits = stages >= 2 && bytes(stages) <= static_cast<size_t>(per_block);
+    check_shared(fits, "grouped_gemm", bytes(stages), static_cast<size_t>(per_block), fixed,
+                 " + max(", stages, " (at least 2) * ", kStageBytes, ", ", sums, " for sums)");
+    args.stages = stages;
+  }
   const int blocks = 2 * (bytes(args.stages) + 1024) <= static_cast<size_t>(per_sm) ? 2 : 1;
   grouped_zero(p, stream);
   launch_persistent("grouped_gemm", pick_kernel(p), most_items(p, kTile, kTile), kThreads,

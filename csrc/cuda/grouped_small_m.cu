@@ -165,11 +165,15 @@ __device__ __forceinline__ void multiply_step(uint32_t stage, int blocks_left, i
     for (int i = 0; i < kMTiles; ++i) {
       if (i >= m_tiles) break;
       const uint4 x = load_shared(activations + activation_slot(i * 8 + g, t * kLaneWords + w));
+      // Two passes: an instruction's sums are not the next one's input.
 #pragma unroll
       for (int r = 0; r < kRowsPerLane / 2; ++r) {
         const uint32_t first[4] = {b[2 * r][0], b[2 * r + 1][0], b[2 * r][1], b[2 * r + 1][1]};
-        const uint32_t second[4] = {b[2 * r][2], b[2 * r + 1][2], b[2 * r][3], b[2 * r + 1][3]};
         mma(acc.c[r][i], first, x.x, x.y, T{});
+      }
+#pragma unroll
+      for (int r = 0; r < kRowsPerLane / 2; ++r) {
+        const uint32_t second[4] = {b[2 * r][2], b[2 * r + 1][2], b[2 * r][3], b[2 * r + 1][3]};
         mma(acc.c[r][i], second, x.z, x.w, T{});
       }
     }

@@ -449,20 +449,20 @@ __device__ __forceinline__ void multiply_tiles(const WgmmaArgs& args, Memory<kTi
 
 template <typename T, int kTileM>
 __global__ void __launch_bounds__(kThreads, 1) grouped_wgmma_kernel(const WgmmaArgs args) {
-#if NVFP4_WGMMA
-  uint8_t* const shared = dynamic_shared();
-  const uint32_t ring = (shared_address(shared) + 1023u) & ~1023u;
-  auto* const memory = reinterpret_cast<Memory<kTileM>*>(
-      shared + (ring - shared_address(shared)) + Depth<kTileM>::kStages * kStageBytes<kTileM>);
-  const int thread = static_cast<int>(threadIdx.x);
-  if (thread < kGroupThreads) {
-    give_registers<kCopierRegisters>();
-    copy_tiles<T, kTileM>(args, memory, ring, thread);
-  } else {
-    take_registers<kMultiplierRegisters>();
-    multiply_tiles<T, kTileM>(args, memory, ring, thread - kGroupThreads);
+  if (NVFP4_WGMMA) {  // else an empty kernel, see is_built
+    uint8_t* const shared = dynamic_shared();
+    const uint32_t ring = (shared_address(shared) + 1023u) & ~1023u;
+    auto* const memory = reinterpret_cast<Memory<kTileM>*>(
+        shared + (ring - shared_address(shared)) + Depth<kTileM>::kStages * kStageBytes<kTileM>);
+    const int thread = static_cast<int>(threadIdx.x);
+    if (thread < kGroupThreads) {
+      give_registers<kCopierRegisters>();
+      copy_tiles<T, kTileM>(args, memory, ring, thread);
+    } else {
+      take_registers<kMultiplierRegisters>();
+      multiply_tiles<T, kTileM>(args, memory, ring, thread - kGroupThreads);
+    }
   }
-#endif
 }
 
 // ------------------------------------------------------------------------------------------- host

@@ -1,4 +1,4 @@
-// Hopper's warpgroup instructions and named barriers, one function each.
+// Hopper's warpgroup instructions, ldmatrix and named barriers, one function each.
 //
 // As with ptx.cuh, a test that runs the kernels on a CPU sets the guard and brings its own.
 #ifndef NVFP4_CUDA_WGMMA_CUH
@@ -37,6 +37,15 @@ __device__ __forceinline__ uint32_t load_shared_word(uint32_t address) {
   uint32_t v;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
   return v;
+}
+
+// Four 8 x 8 matrices of 16-bit values. Lane l gives the address of row l % 8 of matrix l / 8, 16
+// bytes, and gets values 2 (l % 4) and 2 (l % 4) + 1 of row l / 4 of each.
+__device__ __forceinline__ void load_matrices(uint32_t (&out)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+               : "r"(address)
+               : "memory");
 }
 
 template <int kRegisters>

@@ -584,7 +584,7 @@ void test_plan() {
     }
   }
   cuda::SmallMDevice tiny = devices[3];
-  tiny.shared_per_block = 16 * 1024;
+  tiny.shared_per_block = 12 * 1024;
   group.expect(!cuda::plan_small_m(32, 128, 128, tiny).ok(), "a plan that cannot fit");
   group.expect(cuda::plan_small_m(8, 128, 128, tiny).ok(), "a plan that can");
 }

@@ -46,6 +46,8 @@ using namespace nvfp4;
 
 namespace {
 
+bool quick = false;  // a test's worth of cases, not all
+
 std::mt19937 rng(11);
 float uniform() { return static_cast<float>(rng()) * 0x1p-31f - 1.0f; }
 
@@ -295,6 +297,7 @@ int test_general() {
       for (int kb = 0; kb < kKinds; ++kb) {
         if (ka >= kBf16 && kb >= kBf16 && ka != kb) continue;
         if (m * n > 4000 && rng() % 3) continue;  // slow
+        if (quick && (m * n * k > 1500000 || rng() % 6)) continue;
         for (const bool ragged_k : {false, true}) {
           if (ragged_k && e > 100) continue;
           const auto one = [&](bool hostile) {
@@ -319,6 +322,7 @@ int test_dense_a(const char* name, Run run) {
   for (const auto& [m, n, k, e] : kShapes) {
     for (const Kind ka : {kBf16, kFp16}) {
       for (int i = 0; i < 3; ++i) {
+        if (quick && (m * n * k > 3000000 || rng() % 3)) continue;
         run_case(outcome, run, name, ka, kSwizzled, false, m, n, k, e, i == 2);
       }
     }
@@ -347,8 +351,17 @@ bool run_small(const GroupedGemmParams& p) {
 
 }  // namespace
 
+// Arguments: kernels to run (all where there are none), or `quick`, which leaves out most cases.
 int main(int argc, char** argv) {
-  const auto wanted = [&](const char* name) { return argc < 2 || std::strcmp(argv[1], name) == 0; };
+  std::setvbuf(stdout, nullptr, _IOLBF, 0);
+  bool any = false;
+  const auto named = [&](const char* name) {
+    return std::any_of(argv + 1, argv + argc,
+                       [&](const char* one) { return std::strcmp(one, name) == 0; });
+  };
+  quick = named("quick");
+  for (const char* name : {"small", "wgmma", "general"}) any = any || named(name);
+  const auto wanted = [&](const char* name) { return !any || named(name); };
   int failed = 0;
   if (wanted("small")) {
     failed += test_dense_a("small_m 8", run_small<8>);

@@ -42,6 +42,14 @@ inline uint32_t load_shared_word(uint32_t address) {
   return v;
 }
 
+inline void load_matrices(uint32_t (&out)[4], uint32_t address) {
+  const auto* all = emulator::exchange({{address}});
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t row = all[8 * i + emulator::lane() / 4].word[0];
+    std::memcpy(&out[i], dynamic_shared() + row + emulator::lane() % 4 * 4, 4);
+  }
+}
+
 inline uint64_t wgmma_descriptor(uint32_t address) { return address; }
 
 // The hardware's address of k vector `v` (16 bytes) of row n: bits 6..4 exclusive-ored with bits

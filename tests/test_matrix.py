@@ -1,0 +1,347 @@
+"""The matrix of matrix.py: every case agrees with FP64, by its counts; and each known fault is seen.
+
+The negative controls switch one fault on and assert which variants fail: those that can tell, all of
+them, and no other. A fault lives where the behaviour does: in C++ behind csrc/faults_for_tests.h, in
+Python as a replaced method, in the tile planner as a device whose shared memory is endless.
+"""
+
+import json
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import matrix
+import pytest
+import torch
+from matrix import CASES, RULES, Case, Variant
+from test_kernels_on_cpu import TESTS, compile_cxx
+
+from nvfp4_linear import Nvfp4Tensor, ops
+from nvfp4_linear.grouped import grouped_gemm
+
+NAMES = [case.name for case in CASES]
+BY_NAME = {case.name: case for case in CASES}
+
+# Executed, and skipped by rule, of the 96 variants a case has on one backend.
+PLAIN = {"rows-are-grouped": 80, "gamma-is-grouped": 8}
+PLAIN_CPU = (1, PLAIN | {"cpu-has-one-tile": 4, "cpu-has-one-schedule": 3})
+PLAIN_CUDA = (1, PLAIN | {"plain-has-one-schedule": 6, "tile-is-gemm-small-ms": 1})
+SMALL_M_CUDA = (2, PLAIN | {"plain-has-one-schedule": 6})
+# The planner's own schedule and the general one, that one with a tile too: 3 of 6 rows × gamma.
+GENERAL_CUDA = (36, {"tile-is-the-general-kernels": 36, "schedule-needs-packed-weights": 24})
+# And small and wgmma, where M is ragged.
+PACKED_CUDA = (52, {"tile-is-the-general-kernels": 36, "schedule-needs-packed-weights": 8})
+COUNTS = {
+    ("cpu", "plain"): PLAIN_CPU,
+    ("cpu", "axes"): PLAIN_CPU,
+    ("cpu", "ragged"): (12, {"cpu-has-one-tile": 48, "cpu-has-one-schedule": 36}),
+    ("cuda", "plain"): PLAIN_CUDA,
+    ("cuda", "axes"): PLAIN_CUDA,
+    ("cuda", "plain-decode"): SMALL_M_CUDA,
+    ("cuda", "plain-decode-long-k"): SMALL_M_CUDA,
+    ("cuda", "ragged"): GENERAL_CUDA,
+    ("cuda", "ragged-256-bf16-activation"): PACKED_CUDA,
+    ("cuda", "ragged-nvfp4"): PACKED_CUDA,
+    ("cuda", "ragged-decode"): PACKED_CUDA,
+}
+WGMMA = 8  # of PACKED_CUDA: four rows × gamma
+
+
+def counts(case: Case, device: str) -> tuple[int, dict[str, int]]:
+    """What `COUNTS` says, less wgmma where the GPU has none."""
+    executed, skip_rules = COUNTS.get((device, case.name), COUNTS[device, case.mode])
+    if (executed, skip_rules) == PACKED_CUDA and not matrix.is_hopper():
+        return executed - WGMMA, skip_rules | {"wgmma-is-hoppers": WGMMA}
+    return executed, skip_rules
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_case(device, name):
+    outcome = matrix.run(BY_NAME[name], (device,))
+    print(outcome)
+    assert outcome.failures == {}
+    assert (outcome.executed, outcome.skip_rules) == counts(BY_NAME[name], device)
+    assert outcome.collected == outcome.executed + outcome.skipped == 96
+
+
+def test_the_studys_two_cases():
+    """256 × 256 × 128 ragged, NVFP4 × dense, swizzled activation scales, BF16 out."""
+    two = [c for c in CASES if c.shape == (256, 256, 128) and c.b != "nvfp4"]
+    assert [(c.a, c.b, c.a_scale, c.out) for c in two] == [
+        ("nvfp4", dense, "swizzled", "bfloat16") for dense in ("bfloat16", "float16")
+    ]
+    small = {(c.a, c.b) for c in CASES if c.mode == "plain" and c.shape == (128, 128, 128)}
+    assert small >= {("nvfp4", "bfloat16"), ("nvfp4", "float16"), ("nvfp4", "nvfp4")}
+    outcomes = [matrix.run(case, ("cpu",)) for case in two]
+    assert [o.executed for o in outcomes] == [12, 12]
+    assert all(c.mode == "ragged" for c in two)
+
+
+def test_rules_and_cases_have_names_and_every_rule_is_used():
+    assert len({rule.name for rule in RULES}) == len(RULES)
+    assert len(BY_NAME) == len(CASES)
+    used = {name for _, skip_rules in COUNTS.values() for name in skip_rules}
+    of_the_machine = {"backend-absent", "wgmma-is-hoppers"}
+    assert used | of_the_machine == {rule.name for rule in RULES}
+    assert {name for _, name in COUNTS} <= {"plain", "axes", "ragged", *NAMES}
+    assert all(rule.reason for rule in RULES)
+
+
+def test_records(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(matrix, "CASES", CASES[:1])
+    target = tmp_path / "matrix.json"
+    assert matrix.main(["--json", str(target)]) == 0
+    assert f"{CASES[0].name} " in capsys.readouterr().out
+    [record] = json.loads(target.read_text())
+    assert list(record) == ["case", "collected", "executed", "skipped", "skip_rules"]
+    assert record["collected"] == record["executed"] + record["skipped"] == 192
+    assert record["skipped"] == sum(record["skip_rules"].values())
+
+
+def test_a_failure_is_the_exit_status(monkeypatch, capsys):
+    def fails(*_):
+        raise AssertionError("wrong")
+
+    monkeypatch.setattr(matrix, "CASES", CASES[:1])
+    monkeypatch.setattr(matrix, "run_variant", fails)
+    assert matrix.main([]) == 1
+    assert "AssertionError: wrong" in capsys.readouterr().out
+
+
+# --- negative controls
+
+
+def in_extension(name: str) -> Callable[[pytest.MonkeyPatch], None]:
+    return lambda monkeypatch: torch.ops.nvfp4._control(f"fault {name}")
+
+
+def axes_not_swapped(*axes: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """Data, scales and shape swap sides, these axes stay: the operand is described as another."""
+    proper = Nvfp4Tensor.t
+
+    def t(self):
+        return replace(proper(self), **{axis: getattr(self, axis) for axis in axes})
+
+    return lambda monkeypatch: monkeypatch.setattr(Nvfp4Tensor, "t", t)
+
+
+def bytes_transposed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A repack that moves whole bytes into the new shape and calls it done."""
+
+    def repack(self, packed_dim):
+        if packed_dim == self.packed_dim:
+            return self
+        rows, columns = self.shape
+        new = (rows // 2, columns) if packed_dim == 0 else (rows, columns // 2)
+        return replace(self, data=self.data.reshape(new), packed_dim=packed_dim)
+
+    monkeypatch.setattr(Nvfp4Tensor, "repack", repack)
+
+
+@dataclass(frozen=True)
+class Control:
+    """A fault, and the variants that must fail under it."""
+
+    name: str
+    switch_on: Callable[[pytest.MonkeyPatch], None]
+    fails: Callable[[Case, Variant], bool]
+    backends: tuple[str, ...] = ("cpu", "cuda")
+
+
+def moves(*rows: str) -> Callable[[Case, Variant], bool]:
+    return lambda case, variant: case.mode == "ragged" and variant.rows in rows
+
+
+def transposes(case: Case, variant: Variant) -> bool:
+    return case.mode == "axes" and (case.b == "nvfp4" or case.a_axes[1] == "x")
+
+
+def repacks(case: Case, variant: Variant) -> bool:
+    """Whether some packed operand's pairs don't lie along its blocks."""
+    sides = ((case.a, case.a_axes), (case.b, case.b_axes))
+    across = any(kind == "nvfp4" and axes in ("xk", "kx") for kind, axes in sides)
+    return case.mode == "axes" and across
+
+
+CONTROLS = [
+    Control("gather-ignored", in_extension("gather-ignored"), moves("gather", "both")),
+    Control("scatter-ignored", in_extension("scatter-ignored"), moves("scatter", "both")),
+    # gather leaves two rows in no group, scatter drops two
+    Control(
+        "rows-not-zeroed",
+        in_extension("rows-not-zeroed"),
+        moves("gather", "scatter", "both"),
+        ("cpu",),
+    ),
+    Control(
+        "stale-padding", in_extension("stale-padding"), moves("k-padded-a", "k-padded-b"), ("cpu",)
+    ),
+    # A host that caps no tile: launches that no GPU can run.
+    Control(
+        "planner-uncapped",
+        in_extension("planner-uncapped"),
+        lambda case, v: case.name == "plain-decode-long-k" and v.tile == "default",
+        ("cuda",),
+    ),
+    # A transposed operand: b wherever it is packed, and what is decoded across its rows.
+    Control("no-axis-swapped", axes_not_swapped("packed_dim", "block_dim"), transposes),
+    Control("packing-axis-not-swapped", axes_not_swapped("packed_dim"), transposes),
+    Control("bytes-transposed", bytes_transposed, repacks),
+]
+
+
+@pytest.mark.parametrize("control", CONTROLS, ids=lambda control: control.name)
+def test_the_matrix_sees(device, control, monkeypatch):
+    if device not in control.backends:
+        pytest.skip(f"{control.name} is a fault of {control.backends[0]} alone")
+    expected, failed = set(), set()
+    try:
+        control.switch_on(monkeypatch)
+        for case in CASES:
+            outcome = matrix.run(case, (device,))
+            failed |= {(case.name, variant) for variant in outcome.failures}
+            executed = [v for v in matrix.expand((device,)) if not matrix.rule_for(case, v)]
+            expected |= {(case.name, v) for v in executed if control.fails(case, v)}
+    finally:
+        torch.ops.nvfp4._control("fault none")
+    assert expected
+    unseen, unexpected = expected - failed, failed - expected
+    assert (unseen, unexpected) == (set(), set())
+
+
+def test_structure_tells_a_wrong_axis_and_numbers_tell_wrong_bytes(monkeypatch):
+    """Not swapped, the description contradicts the data's shape. Moved by bytes, every shape is right."""
+    case = BY_NAME["axes-b-pairs-along-n"]
+    with monkeypatch.context() as patch:
+        axes_not_swapped("packed_dim", "block_dim")(patch)
+        [error] = matrix.run(case, ("cpu",)).failures.values()
+        assert error.startswith(
+            "ValueError: data of logical shape (128, 32) packed along dimension 1"
+        )
+    bytes_transposed(monkeypatch)
+    [error] = matrix.run(case, ("cpu",)).failures.values()
+    assert error.startswith("AssertionError: result: ")
+
+
+def test_an_unknown_fault_is_an_error():
+    with pytest.raises(ValueError, match=r"fault must be one of none, gather-ignored, .*got 'x'"):
+        torch.ops.nvfp4._control("fault x")
+
+
+# --- the tile planner: a default is capped, an explicit tile obeyed or refused
+
+# SMs, bytes of shared memory a block, largest cluster
+GPUS = {
+    "A100": (108, 166912, 1),
+    "RTX 4090": (128, 101376, 1),
+    "H200": (132, 232448, 8),
+    "GB10": (48, 101376, 8),
+}
+SMALL_M_CASES = [case for case in CASES if matrix.takes_small_m(case)]
+
+
+@pytest.fixture(scope="module")
+def planner(tmp_path_factory):
+    """plan(how, gpu, shape, *tile) → the answer's words."""
+    program = tmp_path_factory.mktemp("planner") / "explicit_tile"
+    compile_cxx(TESTS / "explicit_tile.cpp", "-o", program)
+
+    def plan(how, gpu, shape, *tile):
+        words = " ".join(map(str, (how, *GPUS[gpu], *shape, *tile)))
+        done = subprocess.run([program], input=words, capture_output=True, text=True, check=True)
+        return done.stdout.split()
+
+    return plan
+
+
+def plans(planner, how, gpu, shape):
+    """(strips, k_warps, cluster, chunks, segment, blocks, bytes)."""
+    word, *numbers = planner(how, gpu, shape)
+    assert word == "plan"
+    return list(map(int, numbers))
+
+
+def fits(gpu, plan):
+    return plan[-1] <= GPUS[gpu][1]
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_a_default_tile_fits_and_is_never_refused(planner, gpu):
+    shapes = [(m, n, k) for m in (1, 9, 32) for n, k in ((1, 16), (136, 80), (5376, 14336))]
+    for shape in shapes + [case.shape for case in SMALL_M_CASES]:
+        assert fits(gpu, plans(planner, "default", gpu, shape))
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_without_its_cap_the_planner_fails_the_long_case(planner, gpu):
+    """The negative control of the one above: the matrix has a case that a missing cap breaks."""
+    uncapped = {c.name: plans(planner, "uncapped", gpu, c.shape) for c in SMALL_M_CASES}
+    over = [name for name, plan in uncapped.items() if not fits(gpu, plan)]
+    assert over == ["plain-decode-long-k"]
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_an_explicit_tile_is_obeyed(planner, gpu):
+    given = [int(word.split("=")[1]) for word in matrix.EXPLICIT_TILE.split()[:3]]
+    for case in SMALL_M_CASES:
+        # The planner's own tile, given: the same plan to the last number.
+        default = plans(planner, "default", gpu, case.shape)
+        answer = planner("explicit", gpu, case.shape, *default[:3])
+        assert answer == ["plan", *map(str, default)]
+        answer = planner("explicit", gpu, case.shape, *given)
+        assert answer[:4] == ["plan", *map(str, given)]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "tile", "message"),
+    [
+        (
+            "GB10",
+            (16, 1, 1),
+            "the explicit tile needs max(122880 for B + 1 * 8192 for A, 65536 for sums) = 131072 "
+            "bytes of shared memory a block, this GPU has 101376: take a smaller one",
+        ),
+        (
+            "H200",
+            (1, 16, 1),
+            "+ 16 * 8192 for A, 65536 for sums) = 253952 bytes of shared memory",
+        ),
+        ("H200", (4, 5, 1), "4 strips * 5 warps along k = 20 warps, a block has 1 to 16"),
+        ("A100", (4, 1, 2), "cluster must be in [1, 1] on this GPU, got 2"),
+        ("H200", (4, 1, 0), "cluster must be in [1, 8] on this GPU, got 0"),
+    ],
+)
+def test_an_explicit_tile_that_cannot_fit_is_refused(planner, gpu, tile, message):
+    word, *said = planner("explicit", gpu, (32, 64, 24576), *tile)
+    assert word == "refused"
+    assert message in " ".join(said)
+
+
+def test_an_explicit_tile_with_idle_warps_is_refused(planner):
+    said = " ".join(planner("explicit", "H200", (5, 136, 80), 2, 4, 1))
+    assert "k = 80 has 1 chunks of 128, too few for cluster = 1 times k_warps = 4" in said
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+@pytest.mark.parametrize("op", ["gemm_a16w4", "grouped_gemm"])
+def test_the_ops_refuse_an_explicit_tile_that_cannot_fit(device, op, monkeypatch):
+    x = torch.zeros(32, 2048, dtype=torch.bfloat16, device=device)
+    w, w_scale = ops.quantize(x)
+    offs = torch.tensor([32], dtype=torch.int32, device=device)
+
+    def call():
+        if op == "gemm_a16w4":
+            return ops.gemm_a16w4(x, w, w_scale)
+        return grouped_gemm(x, w[None], None, w_scale[None], offs)
+
+    control = torch.ops.nvfp4._control
+    monkeypatch.setenv(matrix.SCHEDULE_VARIABLE, "general")
+    try:
+        control("tile strips=1 k_warps=16 cluster=1 stages=99")
+        with pytest.raises(ValueError, match=r"the explicit tile needs .* = \d+ bytes of shared"):
+            call()
+        control("tile")
+        call()
+    finally:
+        control("tile")
