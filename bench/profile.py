@@ -165,7 +165,7 @@ def ncu_commands(ncu: str, report: Path, quick: bool) -> tuple[list[str], list[s
     collect = [ncu, "--clock-control", "none", "--profile-from-start", "off", "--nvtx"]
     collect += ["--target-processes", "all", "--force-overwrite", "--export", str(report)]
     target = [sys.executable, "-m", "bench.profile", "run", *(["--quick"] if quick else [])]
-    export = [ncu, "--import", str(report), "--nvtx", "--page", "raw", "--csv"]
+    export = [ncu, "--import", str(report), "--page", "raw", "--csv"]
     return [*collect, *sections, *target], [*export, "--print-units", "base"]
 
 
