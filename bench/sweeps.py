@@ -45,7 +45,7 @@ from nvfp4_linear.lab.sweep import Options, OtherFile, Result, make_problem, swe
 from nvfp4_linear.lab.verdict import tflops
 
 FORMAT = "nvfp4_linear sweeps 1"
-RESULTS = Path(__file__).with_name("results")
+RESULTS = Path(__file__).parent / "results" / "sweeps"
 WORK = Path("build") / "sweeps"
 TOTAL_S = 480.0
 VERIFY_S = 6.0  # a shape's share of what is kept back for verification
@@ -467,7 +467,7 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m bench.sweeps", description=__doc__.split("\n\n")[0]
     )
     parser.add_argument("--seconds", type=float, default=TOTAL_S, help="in all (default: 480)")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="(default: bench/results)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="(default: bench/results/sweeps)")
     parser.add_argument("--work", type=Path, default=WORK, help="unfinished sweeps (build/sweeps)")
     parser.add_argument("--name", help="of the files (default: the GPU's)")
     parser.add_argument("--rounds", type=int, default=20, help="of the verification")
