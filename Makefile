@@ -52,7 +52,10 @@ $(VENV)/.%: requirements/%.txt $(VENV)/.base
 	@touch $@
 
 # On a GPU machine where only the built tree travels: no pip, no network, the machine's own Python.
+# The ops binary loads in any of them; the lab's module is for one Python and is built if it has to be.
 gpu:
+	@$(PYTHON) -c "import nvfp4_linear._cublaslt" 2>/dev/null || \
+	  NVFP4_EXTENSIONS=_cublaslt $(PYTHON) setup.py -q build_ext --inplace
 	$(PYTHON) -m pytest -m gpu $(PYTEST_ARGS)
 
 clean:

@@ -36,7 +36,7 @@ CXX_FLAGS = (
 )
 # -ffp-contract=off and --fmad=false: the only fused multiply-adds are the ones the format writes.
 NVCC_FLAGS = (
-    "-std=c++17 -O3 --fmad=false --expt-relaxed-constexpr -Xcompiler=-fPIC,-fvisibility=hidden"
+    "-std=c++17 -O3 --threads 2 --fmad=false --expt-relaxed-constexpr -Xcompiler=-fPIC,-fvisibility=hidden"
     " -Xcudafe --diag_suppress=128"
 )
 
