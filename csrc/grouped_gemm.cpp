@@ -34,8 +34,9 @@ Side check_side(const Tensor& data, const OptTensor& scale, const char* name, in
   side.operand.data = side.data.const_data_ptr();
   side.operand.swizzled = swizzled;
   if (!packed) {
-    NVFP4_CHECK(float_type(data.scalar_type()).has_value(), scale_name,
-                " must be given for packed data: ", name, " is ", dtype_text(data.scalar_type()));
+    NVFP4_CHECK_TYPE(float_type(data.scalar_type()).has_value(), scale_name,
+                     " must be given for packed data: ", name, " is ",
+                     dtype_text(data.scalar_type()));
     side.operand.type = check_activation(data, name, kBlockSize, /*allow_float32=*/false);
     side.k = side.operand.row_stride = last_dim(data);
     return side;
@@ -44,8 +45,8 @@ Side check_side(const Tensor& data, const OptTensor& scale, const char* name, in
   const int64_t cols = side.k / kBlockSize, groups = dims == 3 ? data.size(0) : 1;
   const int64_t scale_rows = swizzled ? round_up(side.rows, kTileRows) : side.rows;
   const int64_t scale_cols = swizzled ? round_up(cols, kTileCols) : cols;
-  NVFP4_CHECK(scale->scalar_type() == ScalarType::Float8_e4m3fn, scale_name,
-              ".dtype must be float8_e4m3fn, got ", dtype_text(scale->scalar_type()));
+  NVFP4_CHECK_TYPE(scale->scalar_type() == ScalarType::Float8_e4m3fn, scale_name,
+                   ".dtype must be float8_e4m3fn, got ", dtype_text(scale->scalar_type()));
   const bool shape = scale->dim() == dims && scale->size(dims - 2) == scale_rows &&
                      last_dim(*scale) == scale_cols && (dims == 2 || scale->size(0) == groups);
   const std::string expected =
@@ -68,8 +69,8 @@ struct Vector {
 Vector check_vector(const OptTensor& tensor, const char* name, ScalarType type, int64_t count,
                     const Tensor& like) {
   if (!tensor) return {like};
-  NVFP4_CHECK(tensor->scalar_type() == type, name, ".dtype must be ", dtype_text(type), ", got ",
-              dtype_text(tensor->scalar_type()));
+  NVFP4_CHECK_TYPE(tensor->scalar_type() == type, name, ".dtype must be ", dtype_text(type),
+                   ", got ", dtype_text(tensor->scalar_type()));
   NVFP4_CHECK(tensor->dim() == 1 && (count < 0 || tensor->size(0) == count), name,
               " must have shape (", count < 0 ? std::string("rows") : std::to_string(count),
               ",), got ", shape_text(*tensor));
@@ -123,8 +124,8 @@ Tensor grouped_gemm(Tensor a, Tensor b, OptTensor a_scale, OptTensor b_scale, Te
   Tensor bias_storage = a;
   if (bias) {
     const auto type = float_type(bias->scalar_type());
-    NVFP4_CHECK(type, "bias.dtype must be float32, bfloat16 or float16, got ",
-                dtype_text(bias->scalar_type()));
+    NVFP4_CHECK_TYPE(type, "bias.dtype must be float32, bfloat16 or float16, got ",
+                     dtype_text(bias->scalar_type()));
     NVFP4_CHECK(bias->dim() == 2 && bias->size(0) == p.groups && bias->size(1) == p.n,
                 "bias must have shape (", p.groups, ", ", p.n, ") = (E, N), got ",
                 shape_text(*bias));

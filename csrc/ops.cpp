@@ -89,8 +89,8 @@ struct Bias {
 Bias check_bias(const OptTensor& bias, int64_t n, const Tensor& operand) {
   if (!bias) return {operand};
   const auto type = float_type(bias->scalar_type());
-  NVFP4_CHECK(type, "bias.dtype must be float32, bfloat16 or float16, got ",
-              dtype_text(bias->scalar_type()));
+  NVFP4_CHECK_TYPE(type, "bias.dtype must be float32, bfloat16 or float16, got ",
+                   dtype_text(bias->scalar_type()));
   NVFP4_CHECK(bias->dim() == 1 && bias->size(0) == n, "bias must have shape (", n,
               ",) = (N,), got ", shape_text(*bias));
   check_same_device(*bias, "bias", operand, "the operands");
@@ -231,8 +231,8 @@ Tensor dequantize(Tensor data, Tensor block_scale, OptTensor global_scale, bool 
 }
 
 Tensor swizzle_scales(Tensor scales) {
-  NVFP4_CHECK(scales.scalar_type() == ScalarType::Float8_e4m3fn,
-              "scales.dtype must be float8_e4m3fn, got ", dtype_text(scales.scalar_type()));
+  NVFP4_CHECK_TYPE(scales.scalar_type() == ScalarType::Float8_e4m3fn,
+                   "scales.dtype must be float8_e4m3fn, got ", dtype_text(scales.scalar_type()));
   NVFP4_CHECK(scales.dim() == 2, "scales must be (rows, K/16), got shape ", shape_text(scales));
   const Tensor dense = as_contiguous(scales);
   const SwizzleParams shape{const_bytes(dense), nullptr, scales.size(0), scales.size(1)};
@@ -254,8 +254,8 @@ Tensor unswizzle_scales(Tensor scales, int64_t rows, int64_t cols) {
 
 Tensor global_scale(Tensor x) {
   const auto type = float_type(x.scalar_type());
-  NVFP4_CHECK(type, "x.dtype must be float32, bfloat16 or float16, got ",
-              dtype_text(x.scalar_type()));
+  NVFP4_CHECK_TYPE(type, "x.dtype must be float32, bfloat16 or float16, got ",
+                   dtype_text(x.scalar_type()));
   return run_global_scale(x.dim() ? as_rows(x) : Rows{x, 1, 1, 1}, *type, /*swiglu=*/false);
 }
 

@@ -68,9 +68,9 @@ ScalarType scalar_type(DType type) {
 
 DType check_activation(const Tensor& x, const char* name, int64_t multiple, bool allow_float32) {
   const auto type = float_type(x.scalar_type());
-  NVFP4_CHECK(type && (allow_float32 || *type != DType::kFloat32), name, ".dtype must be ",
-              allow_float32 ? "float32, bfloat16 or float16" : "bfloat16 or float16", ", got ",
-              dtype_text(x.scalar_type()), ": convert it with .to(torch.bfloat16)");
+  NVFP4_CHECK_TYPE(type && (allow_float32 || *type != DType::kFloat32), name, ".dtype must be ",
+                   allow_float32 ? "float32, bfloat16 or float16" : "bfloat16 or float16", ", got ",
+                   dtype_text(x.scalar_type()), ": convert it with .to(torch.bfloat16)");
   NVFP4_CHECK(x.dim() >= 1, name, " must have at least one dimension, got a scalar");
   const int64_t k = last_dim(x);
   NVFP4_CHECK(k > 0 && k % multiple == 0, name, ".shape[-1] must be a multiple of ", multiple,
@@ -80,9 +80,9 @@ DType check_activation(const Tensor& x, const char* name, int64_t multiple, bool
 
 int64_t check_packed(const Tensor& data, const char* name) {
   const ScalarType type = data.scalar_type();
-  NVFP4_CHECK(type == ScalarType::Byte || type == ScalarType::Float4_e2m1fn_x2, name,
-              ".dtype must be uint8 or float4_e2m1fn_x2 (two E2M1 codes a byte), got ",
-              dtype_text(type), ": quantize it first");
+  NVFP4_CHECK_TYPE(type == ScalarType::Byte || type == ScalarType::Float4_e2m1fn_x2, name,
+                   ".dtype must be uint8 or float4_e2m1fn_x2 (two E2M1 codes a byte), got ",
+                   dtype_text(type), ": quantize it first");
   NVFP4_CHECK(data.dim() >= 2, name, " must be (rows, K/2), got shape ", shape_text(data));
   const int64_t bytes = last_dim(data);
   NVFP4_CHECK(bytes > 0 && bytes % kBlockBytes == 0, name,
@@ -92,9 +92,9 @@ int64_t check_packed(const Tensor& data, const char* name) {
 }
 
 void check_scale(const Tensor& scale, const char* name, int64_t rows, int64_t cols, bool swizzled) {
-  NVFP4_CHECK(scale.scalar_type() == ScalarType::Float8_e4m3fn, name,
-              ".dtype must be float8_e4m3fn, got ", dtype_text(scale.scalar_type()),
-              ": view it with .view(torch.float8_e4m3fn) if its bytes are UE4M3");
+  NVFP4_CHECK_TYPE(scale.scalar_type() == ScalarType::Float8_e4m3fn, name,
+                   ".dtype must be float8_e4m3fn, got ", dtype_text(scale.scalar_type()),
+                   ": view it with .view(torch.float8_e4m3fn) if its bytes are UE4M3");
   if (swizzled) {
     const int64_t padded_rows = round_up(rows, kTileRows), padded_cols = round_up(cols, kTileCols);
     NVFP4_CHECK(scale.dim() == 2 && scale.size(0) == padded_rows && scale.size(1) == padded_cols,
@@ -121,9 +121,9 @@ void check_same_device(const Tensor& tensor, const char* name, const Tensor& oth
 
 Scalar check_scalar(const std::optional<Tensor>& scalar, const char* name, const Tensor& operand) {
   if (!scalar) return {};
-  NVFP4_CHECK(scalar->scalar_type() == ScalarType::Float, name, ".dtype must be float32, got ",
-              dtype_text(scalar->scalar_type()),
-              ": convert it with .to(torch.float32); its bytes are never reinterpreted");
+  NVFP4_CHECK_TYPE(scalar->scalar_type() == ScalarType::Float, name, ".dtype must be float32, got ",
+                   dtype_text(scalar->scalar_type()),
+                   ": convert it with .to(torch.float32); its bytes are never reinterpreted");
   NVFP4_CHECK(scalar->numel() == 1, name, " must have one element, got shape ",
               shape_text(*scalar));
   const auto* pointer = static_cast<const float*>(scalar->const_data_ptr());
@@ -135,7 +135,8 @@ Scalar check_scalar(const std::optional<Tensor>& scalar, const char* name, const
 DType check_out_dtype(const std::optional<ScalarType>& out_dtype, DType fallback) {
   if (!out_dtype) return fallback;
   const auto type = float_type(*out_dtype);
-  NVFP4_CHECK(type, "out_dtype must be bfloat16, float16 or float32, got ", dtype_text(*out_dtype));
+  NVFP4_CHECK_TYPE(type, "out_dtype must be bfloat16, float16 or float32, got ",
+                   dtype_text(*out_dtype));
   return *type;
 }
 

@@ -2,7 +2,7 @@
 
     x ≈ e2m1 · block_scale · global_scale          D = out(alpha · A · Bᵀ + bias)
 
-A wrapper refuses a wrong type or dtype with a TypeError before the op sees it; shapes and values
+A wrong type or dtype is a TypeError (of the wrapper, else of the op itself); shapes and values
 are checked by the op itself (csrc/ops.cpp), and by the fake where an op is only traced: ValueError.
 The raw ops take the same arguments and carry no autograd, which would cost every call several
 microseconds; gradients are the wrappers' business:

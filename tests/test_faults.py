@@ -178,7 +178,7 @@ def test_10_a_global_scale_of_another_dtype(device, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.int32])
 def test_10_the_raw_op_refuses_it_too(device, dtype):
     x, g = dense(4, 64, device=device), torch.tensor(896).to(dtype).to(device)
-    with pytest.raises((TypeError, ValueError), match=r"global_scale.dtype must be float32"):
+    with pytest.raises(TypeError, match=r"global_scale.dtype must be float32"):
         raw.quantize(x, g)
 
 
