@@ -81,10 +81,10 @@ memcheck() { sanitizer memcheck --with-cublaslt; }
 racecheck() { sanitizer racecheck --with-cublaslt; }
 initcheck() { sanitizer initcheck; }
 
-# Two GPUs of one host: the GPU tests that need them, and the kernels on the second one.
+# Two GPUs of one host: the tests that need them, and every kernel on the second one.
 twogpu() {
-  CUDA_VISIBLE_DEVICES=1 "$PYTHON" -m bench.sanitize --with-cublaslt &&
-    "$PYTHON" -m bench.ladder_check --device cuda --only repeat --out "$WORK/twogpu"
+  "$PYTHON" -m pytest -m gpu -q -p no:cacheprovider tests/test_graphs_streams_devices.py &&
+    CUDA_VISIBLE_DEVICES=1 "$PYTHON" -m bench.sanitize --with-cublaslt
 }
 
 # ------------------------------------------------------------------------------------ running them
