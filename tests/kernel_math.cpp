@@ -231,6 +231,36 @@ void check_block_scale() {
   refused.report("fast_block_scale declines the unusual");
 }
 
+// Blackwell's conversion takes quotients themselves, the software one quotients times 2^-14: the
+// same FP32 values but for that exponent, wherever they are normal. Below, either gives a zero.
+template <int RcpUlps>
+void check_quotients_of_either_conversion() {
+  Tally tally;
+  std::mt19937 random(5);
+  for (int i = 0; i < 300000; ++i) {
+    const float g = float_from_bits((uint32_t{60} + random() % 90) << 23 | (random() & 0x7FFFFFu));
+    const float ratio =
+        float_from_bits((uint32_t{110} + random() % 28) << 23 | (random() & 0x7FFFFFu));
+    const GlobalScale prepared = prepare_global_scale<RcpUlps>(g);
+    const float amax = ratio * g * 6.0f;
+    const FastBlockScale software = fast_block_scale<RcpUlps>(amax, prepared, 0x1p-14f);
+    const FastBlockScale hardware = fast_block_scale<RcpUlps>(amax, prepared, 1.0f);
+    bool right = software.fast == hardware.fast && software.code == hardware.code;
+    if (software.fast) {
+      right = right && software.clamp == hardware.clamp;
+      const float below = float_from_bits(bits_from_float(1.0f) - (random() & 0xFFFFFFu));
+      const float x = random() % 2 ? amax * below : -amax * below;
+      const float of_software = quotient(x, software.divisor, software.reciprocal);
+      const float of_hardware = quotient(x, hardware.divisor, hardware.reciprocal);
+      const bool normal = std::fabs(of_hardware) >= 0x1p-100f;
+      right = right && std::signbit(of_software) == std::signbit(of_hardware) &&
+              (normal ? of_hardware == of_software * 0x1p14f : std::fabs(of_software) < 0x1p-110f);
+    }
+    tally.add(right, amax, g);
+  }
+  tally.report("quotients of either conversion");
+}
+
 template <int RcpUlps>
 void check_silu() {
   Tally few;
@@ -260,6 +290,7 @@ void check_all() {
   check_decision_points<RcpUlps>();
   check_quotient_bf16<RcpUlps>();
   check_block_scale<RcpUlps>();
+  check_quotients_of_either_conversion<RcpUlps>();
   check_silu<RcpUlps>();
 }
 

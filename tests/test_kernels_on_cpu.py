@@ -18,6 +18,7 @@ TESTS = Path(__file__).resolve().parent
 CSRC = TESTS.parent / "csrc"
 EMULATOR = TESTS / "cuda_emulator"
 KERNELS = ["device", "dequantize", "gemm_small_m", "global_scale", "quantize"]
+BLACKWELL_QUANTIZE = "quantize for Blackwell"
 # As in setup.py: no contraction but what the source writes. -Werror keeps the harness itself clean.
 FLAGS = ["-std=c++17", "-O2", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra", "-Werror"]
 CXX = os.environ.get("CXX", "g++").split()[0]
@@ -32,8 +33,8 @@ def compile_cxx(*arguments: str | Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def run(program: Path) -> None:
-    done = subprocess.run([program], capture_output=True, text=True, timeout=600)
+def run(program: Path, *arguments: str) -> None:
+    done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=600)
     print(done.stdout)
     assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}{done.stderr}"
 
@@ -52,7 +53,10 @@ def _has_fma() -> bool:
 
 
 def test_kernels_on_the_emulator(tmp_path):
-    """Every kernel's every byte, over poisoned memory that ends at an unreadable page."""
+    """Every kernel's every byte, over poisoned memory that ends at an unreadable page.
+
+    quantize twice: as it is, and as for Blackwell, whose conversion is replaced by its definition.
+    """
     # -Wno-clobbered: fibers swap contexts; GCC reads that as longjmp.
     includes = [f"-I{CSRC / 'cuda'}", f"-I{EMULATOR}", "-Wno-unused-parameter", "-Wno-clobbered"]
 
@@ -60,12 +64,20 @@ def test_kernels_on_the_emulator(tmp_path):
         target = tmp_path / f"{name}.o"
         if name in KERNELS:
             source = ["-include", EMULATOR / "ptx.cuh", "-x", "c++", CSRC / "cuda" / f"{name}.cu"]
+        elif name == BLACKWELL_QUANTIZE:
+            source = ["-include", EMULATOR / "blackwell.h", "-include", EMULATOR / "ptx.cuh"]
+            source += ["-x", "c++", CSRC / "cuda" / "quantize.cu"]
         else:
             source = [EMULATOR / f"{name}.cpp"]
         compile_cxx(*includes, "-Wno-unknown-pragmas", "-c", *source, "-o", target)
         return target
 
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        objects = list(pool.map(build, [*KERNELS, "emulator", "main"]))
-    compile_cxx(*objects, "-o", tmp_path / "emulated")
+        names = [*KERNELS, BLACKWELL_QUANTIZE, "emulator", "main"]
+        objects = dict(zip(names, pool.map(build, names), strict=True))
+    blackwell = objects.pop(BLACKWELL_QUANTIZE)
+    compile_cxx(*objects.values(), "-o", tmp_path / "emulated")
     run(tmp_path / "emulated")
+    objects["quantize"] = blackwell
+    compile_cxx(*objects.values(), "-o", tmp_path / "emulated_blackwell")
+    run(tmp_path / "emulated_blackwell", "quantize")

@@ -16,12 +16,15 @@
 #include <cuda_fp16.h>
 #endif
 
-// Blackwell converts FP32 pairs to E2M1 in one instruction; elsewhere encode8_software does.
+// Blackwell converts FP32 pairs to E2M1 in one instruction; elsewhere encode8_software does. A test
+// that runs the Blackwell kernels on a CPU defines this, and encode8_hardware.
+#if !defined(NVFP4_HARDWARE_E2M1)
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000 && \
     (defined(__CUDA_ARCH_FAMILY_SPECIFIC__) || defined(__CUDA_ARCH_SPECIFIC__))
 #define NVFP4_HARDWARE_E2M1 1
 #else
 #define NVFP4_HARDWARE_E2M1 0
+#endif
 #endif
 
 namespace nvfp4::cuda {
@@ -133,7 +136,7 @@ NVFP4_HD uint32_t encode8_software(const float (&t)[8], bool clamp) {
   return bit_select(0x0F0F0F0Fu, low, high);
 }
 
-#if NVFP4_HARDWARE_E2M1
+#if NVFP4_HARDWARE_E2M1 && defined(__CUDA_ARCH__)
 // The same of t[i] itself; saturates.
 __device__ __forceinline__ uint32_t encode8_hardware(const float (&t)[8]) {
   uint32_t word;
@@ -205,7 +208,7 @@ NVFP4_HD GlobalScale prepare_global_scale(float g) {
 
 struct FastBlockScale {
   uint8_t code;
-  float divisor;     // float(s) * g / kQuotientScale
+  float divisor;     // float(s) * g / quotient_scale
   float reciprocal;  // of it; both are 0 where s is 0: every quotient is a signed zero then
   bool fast;         // false: use make_block_scale and quantize_element instead
   bool clamp;        // some quotient may reach 7
@@ -235,9 +238,10 @@ NVFP4_HD float e4m3_decode(uint8_t code) {
 
 // Equals make_block_scale where `fast` comes back true. amax >= 0, Inf or NaN where the block
 // holds one: neither is at most the limit. Up to the limit no residual is rounded but where the
-// scale is 0 all the same.
+// scale is 0 all the same. quotient_scale: a power of two, what quotients come out times.
 template <int RcpUlps = 0>
-NVFP4_HD FastBlockScale fast_block_scale(float amax, const GlobalScale& g) {
+NVFP4_HD FastBlockScale fast_block_scale(float amax, const GlobalScale& g,
+                                         float quotient_scale = kQuotientScale) {
   // Division by 6 with one correction: exact for all mantissas (tested exhaustively).
   constexpr float kSixth = 1.0f / kE2m1Max;
   const float sixth = quotient(amax, kE2m1Max, kSixth);
@@ -245,10 +249,10 @@ NVFP4_HD FastBlockScale fast_block_scale(float amax, const GlobalScale& g) {
   FastBlockScale b;
   b.code = e4m3_encode(ratio);
   const float s32 = e4m3_decode(b.code) * g.g;
-  b.divisor = s32 * (1.0f / kQuotientScale);
+  b.divisor = s32 * (1.0f / quotient_scale);
   b.reciprocal = b.code == 0 ? 0.0f : refined_reciprocal<RcpUlps>(b.divisor);
   b.fast = amax <= g.amax_limit;
-  b.clamp = !(amax * b.reciprocal < 6.9f * kQuotientScale);
+  b.clamp = !(amax * b.reciprocal < 6.9f * quotient_scale);
   return b;
 }
 

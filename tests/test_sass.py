@@ -1,0 +1,68 @@
+"""The machine code in the built library: which instruction converts to E2M1, on which architecture.
+
+Blackwell has `cvt.rn.satfinite.e2m1x2.f32` (F2FP...E2M1 in its machine code); elsewhere the same
+source rounds in software. cuobjdump and nvdisasm come from the index, no GPU or toolkit is needed.
+"""
+
+import re
+import shutil
+import subprocess
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import nvfp4_linear
+
+LIBRARY = Path(nvfp4_linear.__file__).parent / "_C.so"
+CONVERSION = re.compile(r"\bF2FP\.SATFINITE\.E2M1\.F32\b")
+# A block of 16 elements, two at a time.
+PAIRS = 8
+
+
+def tool(name: str) -> str:
+    """Path of one of NVIDIA's tools, of its package or on the PATH."""
+    spec = find_spec("nvidia")
+    for base in spec.submodule_search_locations if spec else ():
+        found = Path(base) / "cu13" / "bin" / name
+        if found.exists():
+            return str(found)
+    if on_path := shutil.which(name):
+        return on_path
+    pytest.skip(f"needs {name}: pip install nvidia-cuda-{name}")
+
+
+def machine_code(arch: str, kernel: str, folder: Path) -> dict[str, str]:
+    """Function name to machine code, of every `kernel` that the library has for `arch`."""
+    extract = [tool("cuobjdump"), "-arch", arch, "-xelf", "all", str(LIBRARY)]
+    subprocess.run(extract, cwd=folder, capture_output=True, text=True)
+    cubins = [
+        c for c in folder.glob("*.cubin") if f"{len(kernel)}{kernel}".encode() in c.read_bytes()
+    ]
+    if not cubins:
+        pytest.skip(f"needs a build for {arch}: this library has no {kernel} for it")
+    functions: dict[str, str] = {}
+    for cubin in cubins:
+        command = [tool("nvdisasm"), "-c", str(cubin)]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        sections = re.split(r"^\s*\.section\s+\.text\.(\S+?),.*$", text, flags=re.M)
+        functions |= dict(zip(sections[1::2], sections[2::2], strict=True))
+    return {name: code for name, code in functions.items() if f"{len(kernel)}{kernel}" in name}
+
+
+@pytest.mark.parametrize("arch", ["sm_100f", "sm_120f"])
+def test_blackwell_converts_in_hardware(arch, tmp_path):
+    kernels = machine_code(arch, "quantize_kernel", tmp_path)
+    # FP32, BF16 and FP16; quantize and swiglu_quantize; aligned and not
+    assert len(kernels) == 12
+    for name, code in kernels.items():
+        assert len(CONVERSION.findall(code)) == PAIRS, name
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_elsewhere_software_does(arch, tmp_path):
+    kernels = machine_code(arch, "quantize_kernel", tmp_path)
+    assert len(kernels) == 12
+    for name, code in kernels.items():
+        assert "E2M1" not in code, name
+        assert "FFMA" in code, name  # it is the machine code of the kernel that was looked at
