@@ -2,8 +2,9 @@
 
 Outputs are compared with the CPU's, so that a run which the sanitizer finds clean was also right.
 Run it with PYTORCH_NO_CUDA_MEMORY_CACHING=1: each tensor is then an allocation of its own, and a
-step past its end is seen. `--with-cublaslt` adds the path through cuBLASLt (decode, product,
-epilogue), whose own kernels a sanitizer checks too: exclude them by name.
+step past its end is seen. `--only` takes some of the parts: a sanitizer that stops in one says
+nothing of the others. The part `decoded` goes through cuBLASLt (decode, product, epilogue), whose
+own kernels a sanitizer checks too: exclude them by name.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from bench.check import Operand, WrongOutput, agreement, ops, require_same_bytes
 
 SIZES = ((1, 16), (5, 48), (33, 80), (129, 528))  # rows, k
 GEMM_SIZES = ((1, 1, 16), (7, 33, 80), (16, 129, 528), (32, 72, 1040))  # m, n, k
-DECODED_SIZES = ((33, 24, 48), (130, 72, 528))
+MID_SIZES = ((33, 24, 64), (64, 136, 544), (130, 72, 544), (257, 136, 544))
+DECODED_SIZES = ((33, 24, 48), (600, 72, 528))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SEED = 7
 
@@ -112,25 +114,32 @@ def device_gemm(
     return ops.gemm(*tensors, alpha, bias, out_dtype)
 
 
+PARTS = {
+    "producers": producers,
+    "gemm": lambda device: gemms(device, GEMM_SIZES),
+    "mid": lambda device: gemms(device, MID_SIZES),
+    "decoded": lambda device: gemms(device, DECODED_SIZES),
+}
+
+
 def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(
         prog="python -m bench.sanitize", description=__doc__.split("\n\n")[0]
     )
     p.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    p.add_argument("--with-cublaslt", action="store_true", help="also m > 32, through cuBLASLt")
+    p.add_argument("--only", nargs="+", choices=PARTS, default=[*PARTS], metavar="PART")
     p.add_argument("--verbose", action="store_true", help="name what runs")
     args = p.parse_args(argv)
     torch.manual_seed(SEED)
     count = 0
-    sizes = GEMM_SIZES + (DECODED_SIZES if args.with_cublaslt else ())
-    for part in (producers(args.device), gemms(args.device, sizes)):
-        for name in part:
+    for part in args.only:
+        for name in PARTS[part](args.device):
             count += 1
             if args.verbose:
                 print(name, flush=True)
     if args.device == "cuda":
         torch.cuda.synchronize()
-    print(f"{count} calls, every output as on the CPU")
+    print(f"{', '.join(args.only)}: {count} calls, every output as on the CPU")
     return 0
 
 

@@ -382,7 +382,7 @@ def test_ncu_leaves_the_clocks_alone():
 
 def test_profiled_and_sanitized_calls_run():
     profile.run("cpu", quick=True)
-    assert sanitize.main(["--device", "cpu", "--with-cublaslt"]) == 0
+    assert sanitize.main(["--device", "cpu"]) == 0
 
 
 # --- the plot, and the session script
