@@ -78,6 +78,28 @@ bool has_emulation(const cublaslt::DeviceInfo& device) {
   return kHasCudaKernels && device.cc_major >= 8;
 }
 
+// Rows of A to decode at a time, at most `most`: the ones with which the products take the fewest
+// waves of tiles, counted in cuBLASLt's usual 128 x 256. On an H200, with 5376 columns, chunks of
+// 3200 rows (3.98 waves) are 7 % faster in all than chunks of 2816 or 3328 (3.5 and 4.14).
+int64_t choose_rows(int64_t m, int64_t n, int64_t most, int sm_count) {
+  constexpr int64_t kRows = 128, kCols = 256;
+  if (m <= most) return m;
+  const auto waves = [&](int64_t rows) {
+    const int64_t tiles = round_up(rows, kRows) / kRows * (round_up(n, kCols) / kCols);
+    const int64_t sms = std::max(sm_count, 1);
+    return round_up(tiles, sms) / sms;
+  };
+  int64_t best = most, best_waves = 0;
+  // A chunk starts on a tile of scales.
+  for (int64_t rows = most; rows >= std::max<int64_t>(most / 2, kTileRows); rows -= kTileRows) {
+    const int64_t total = m / rows * waves(rows) + (m % rows ? waves(m % rows) : 0);
+    if (best_waves != 0 && total >= best_waves) continue;
+    best = rows;
+    best_waves = total;
+  }
+  return best;
+}
+
 // Decoded B should stay whole (it is read once a chunk of A), and A fills what is left.
 void choose_chunks(const GemmRequest& r, Route* route) {
   const int64_t row_bytes = 2 * r.k;
@@ -88,11 +110,14 @@ void choose_chunks(const GemmRequest& r, Route* route) {
   const int64_t b_share = r.dense_a ? budget : budget * 3 / 4;
   route->n_chunk = r.dense_b ? r.n : std::min(r.n, rows_in(b_share));
   const int64_t b_bytes = r.dense_b ? 0 : route->n_chunk * row_bytes;
-  route->m_chunk = r.dense_a ? r.m : std::min(r.m, rows_in(budget - b_bytes));
+  int64_t rows = rows_in(budget - b_bytes);
   if (route->separate_epilogue) {  // FP32 accumulators of a chunk, in the budget's stead of A
-    const int64_t rows = (budget / 8) / (4 * route->n_chunk) / kTileRows * kTileRows;
-    route->m_chunk = std::min(route->m_chunk, std::max<int64_t>(rows, kTileRows));
+    const int64_t fit = (budget / 8) / (4 * route->n_chunk) / kTileRows * kTileRows;
+    rows = std::min(r.dense_a ? r.m : rows, std::max<int64_t>(fit, kTileRows));
+  } else if (r.dense_a) {
+    rows = r.m;
   }
+  route->m_chunk = choose_rows(r.m, route->n_chunk, rows, r.device.sm_count);
 }
 
 bool takes_mid_m(const GemmRequest& r) {

@@ -25,7 +25,7 @@ inline constexpr const char* kCpuRung = "cpu";
 
 // Bytes that decoded operands of the emulated rung and cuBLASLt's own workspace may take together.
 constexpr int64_t kWorkspaceBudget = int64_t{256} << 20;
-constexpr size_t kCublasltWorkspace = size_t{32} << 20;
+constexpr size_t kCublasltWorkspace = size_t{16} << 20;
 // Rows of FP32 accumulators that a native NVFP4 GEMM leaves to the separate epilogue at a time: a
 // multiple of 128, so that a chunk starts on a tile of scales.
 constexpr int64_t kEpilogueRows = 2048;

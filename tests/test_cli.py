@@ -196,6 +196,29 @@ def test_explain_takes_the_pin_where_cublaslt_accepts_it():
     assert algorithm["split_k"] == 1 and plan["workspace_bytes"] == 0
 
 
+@pytest.mark.parametrize(
+    ("shape", "chunk"),
+    [
+        ((37824, 5376, 14336), 3200),  # 25 x 21 tiles on 132 SMs: 3.98 waves
+        ((2048, 5376, 14336), 2048),  # fits whole
+        ((37810, 28672, 5376), 5632),  # 44 x 69 tiles: 23 waves
+    ],
+)
+def test_chunks_of_decoded_operands_fill_waves_and_stay_in_the_budget(shape, chunk):
+    library = str(fake_cublaslt.build())
+    command = [sys.executable, "-m", "nvfp4_linear", "explain", *map(str, shape), "--json"]
+    done = subprocess.run(
+        [*command, "--cc", "9.0", "--sms", "132"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "NVFP4_CUBLASLT_LIBRARY": library, "NVFP4_BACKEND": "emulated"},
+    )
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    assert plan["details"]["m_chunk"] == chunk
+    assert plan["workspace_bytes"] <= 256 << 20
+
+
 def test_explain_weight_only(capsys):
     status, plan = run_json(
         capsys, "explain", 4, 64, 64, "--cc", "9.0", "--sms", 132, "--activation", "bfloat16"
