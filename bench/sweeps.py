@@ -1,6 +1,8 @@
 """Sweeps the shapes that matter on this GPU, pins the winners, and shows what the pins are worth.
 
     python -m bench.sweeps                       8 minutes; run again, it goes on where it stopped
+    python -m bench.sweeps --finals              also measures again what is there: the best of each
+                                                 screen in new rounds, a new verdict and pin
 
 1. sweep   BF16: the study's FC2 and its FC1, four LLM shapes, two small M; FP8: two. On a chip
            without FP4 tensor cores also the problems that ``torch.ops.nvfp4.gemm`` makes of the
@@ -41,6 +43,7 @@ from nvfp4_linear.lab.measure import make_clock
 from nvfp4_linear.lab.promote import NothingToPin, pin_of
 from nvfp4_linear.lab.route import problems_behind
 from nvfp4_linear.lab.session import Machine, Session, find_machine
+from nvfp4_linear.lab.sweep import FORMAT as SWEEP_FORMAT
 from nvfp4_linear.lab.sweep import Options, OtherFile, Result, make_problem, sweep
 from nvfp4_linear.lab.verdict import tflops
 
@@ -48,9 +51,11 @@ FORMAT = "nvfp4_linear sweeps 1"
 RESULTS = Path(__file__).parent / "results" / "sweeps"
 WORK = Path("build") / "sweeps"
 TOTAL_S = 480.0
-VERIFY_S = 6.0  # a shape's share of what is kept back for verification
+VERIFY_S = 4.0  # a shape's share of what is kept back for verification
+FINAL_S = 4.0  # the same of finals measured again
 OVERHEAD_S = 8.0  # of a sweep beside its screen: a first guess, then what was seen
 LEAST_SCREEN_S = 2.0
+FINALISTS = 5  # of a final that is measured again
 BEST_KEPT = 24  # of a screen, in the committed file
 DIGITS = 6
 
@@ -141,13 +146,41 @@ class Book:
             self.data = known
 
     def add(self, job: Job, result: Result, seconds: float) -> None:
-        entry = trimmed(result)
-        entry |= {"title": job.title, "seconds": round(seconds, 1), "pin": None, "dropped": None}
+        entry = {"title": job.title, "seconds": round(seconds, 1), **trimmed(result)}
+        self.data["sweeps"][job.key] = entry | self._pin(result)
+
+    def renew(self, key: str, result: Result) -> None:
+        """Puts a final that was measured again in place of the one that is there."""
+        entry = self.data["sweeps"][key]
+        entry.pop("no_pin", None)
+        final = ("measured_with", "lost", "verdict", "rounds")
+        new = trimmed(result)
+        entry |= {name: new[name] for name in final} | self._pin(result)
+
+    def _pin(self, result: Result) -> dict[str, Any]:
         try:
-            entry["pin"] = pin_of(result, source=self.path.name).to_text()
+            return {"pin": pin_of(result, source=self.path.name).to_text(), "dropped": None}
         except NothingToPin as nothing:
-            entry["no_pin"] = str(nothing)
-        self.data["sweeps"][job.key] = entry
+            return {"pin": None, "dropped": None, "no_pin": str(nothing)}
+
+    def reopened(self, key: str) -> dict[str, Any]:
+        """A finished sweep as it was before its final, from what the book keeps of it."""
+        entry = self.data["sweeps"][key]
+        kept = ("date", "problem", "measured_with", "heuristic", "lost")
+        return {
+            "format": SWEEP_FORMAT,
+            "finished": False,
+            **{name: entry[name] for name in kept},
+            "machine": self.data["machine"],
+            "options": entry["options"],
+            "generations": [
+                {**one, "capabilities": None, "accepted": [], "complete": True}
+                for one in entry["generations"]
+            ],
+            "screened": entry["best_of_screen"],
+            "final": None,
+            "verdict": None,
+        }
 
     def pins(self, keys: list[str] | None = None) -> list[Pin]:
         """The pins in the file; of `keys` alone where given."""
@@ -250,6 +283,31 @@ def _sweep_one(
         return sweep(session, job.problem, options, path, console)
     except OtherFile:  # of an earlier run, on another machine: the work folder is ours to overwrite
         return sweep(session, job.problem, options, path, console, restart=True)
+
+
+def finals_again(
+    session: Session, keys: list[str], book: Book, work: Path, until: float, console: Console
+) -> None:
+    """New rounds, verdict and pin for sweeps that the book has, from the best of their screens."""
+    work.mkdir(parents=True, exist_ok=True)
+    for position, key in enumerate(keys):
+        if time.monotonic() > until:
+            console.say(f"{len(keys) - position} finals not measured again: no time")
+            return
+        start = time.monotonic()
+        path = work / f"{key}_final.json"
+        path.write_text(json.dumps(book.reopened(key)))
+        problem = book.data["sweeps"][key]["problem"]
+        try:
+            result = sweep(session, problem, Options(finalists=FINALISTS), path, console)
+        except CommandError as error:
+            console.say(f"{key}, final again: {error}")
+            continue
+        book.renew(key, result)
+        book.save()
+        seconds = time.monotonic() - start
+        reason = result.data["verdict"]["reason"]
+        console.say(f"{key}, final again, {seconds:.1f} s: {reason}")
 
 
 # --------------------------------------------------------------------------------------- verify
@@ -439,9 +497,10 @@ def run(args: argparse.Namespace, console: Console) -> bool:
         }
         book = Book(args.out, args.name or _short_name(machine), about)
         jobs = jobs_of(machine, cases)
-        reserve = VERIFY_S * sum(case.verify for case in cases)
-        until = start + args.seconds - reserve
-        sweep_all(session, jobs, book, args.work, until, console)
+        known = [key for key in book.data["sweeps"] if args.finals]
+        until = start + args.seconds - VERIFY_S * sum(case.verify for case in cases)
+        sweep_all(session, jobs, book, args.work, until - FINAL_S * len(known), console)
+        finals_again(session, known, book, args.work, until, console)
     good = True
     if not args.no_verify:
         good = verify_all(machine, cases, book, args.rounds, console)
@@ -471,6 +530,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, default=WORK, help="unfinished sweeps (build/sweeps)")
     parser.add_argument("--name", help="of the files (default: the GPU's)")
     parser.add_argument("--rounds", type=int, default=20, help="of the verification")
+    parser.add_argument("--finals", action="store_true", help="measure finished sweeps again")
     parser.add_argument("--no-verify", action="store_true", help="sweep and pin alone")
     parser.add_argument("--device", help="cuda:0 (default: the current GPU)")
     try:

@@ -6,7 +6,8 @@
     trajectory  whole trajectories, 2 and 12 steps: one pair each
 
 In isolated and block every round measures heuristic, pinned and the heuristic again, in the other
-order every other round: p50 of the rounds; the two heuristic samples give the noise (verdict.py).
+order every other round: p50 of the rounds; the two heuristic samples give the noise (verdict.py). A
+sample of a short call is several of them in a row, after as many that are not timed.
 Only what ``fc2.forward_swiglu`` does differs between the arms. At every stage the outputs have to
 be equal byte for byte; the first difference is named and ends the ladder. Faster beyond the noise
 is demanded of the isolated GEMM, not slower beyond it of everything above.
@@ -14,6 +15,7 @@ is demanded of the isolated GEMM, not slower beyond it of everything above.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -31,6 +33,7 @@ from .session import Machine
 from .verdict import compare, noise_of, tflops
 
 FORMAT = "nvfp4_linear gate 1"
+MAX_CALLS = 64  # in a sample
 ARMS = (HEURISTIC, PINNED, HEURISTIC)  # the second heuristic sample is the A/A partner of the first
 
 
@@ -275,27 +278,37 @@ class _Gate:
 def alternate(
     arms: Arms, clock: Clock, rounds: Iterable[int], call: Callable[[], Tensor]
 ) -> dict[str, Any]:
-    """p50s of both arms over alternating rounds, and every output against the heuristic's.
+    """p50s of both arms over alternating rounds, and an output of each against the heuristic's.
 
-    call: what is timed; gives a 2-D output.
+    call: what is timed; gives a 2-D output. The first of a sample's calls is the one compared: its
+    memory was poisoned.
     """
     arms.select(HEURISTIC)
     reference = call().clone()
+    calls = _calls(clock, call)
     samples: list[list[float]] = [[] for _ in ARMS]
     differences: list[Any] = [None for _ in ARMS]
     for number in rounds:
         order = range(len(ARMS))
         for position in order if number % 2 == 0 else reversed(order):
             arms.select(ARMS[position])
-            call()  # plans, and loads the kernel
+            for _ in range(calls):
+                call()  # plans, loads the kernel, and the GPU's clock settles
             _poison_next(reference)
             out: list[Tensor] = []
-            samples[position].append(clock.seconds(lambda: out.append(call()), 1))  # noqa: B023
+
+            def sample(out: list[Tensor] = out) -> None:
+                out.append(call())
+                for _ in range(calls - 1):
+                    call()
+
+            samples[position].append(clock.seconds(sample, calls) / calls)
             found = difference(out[0], reference)
             differences[position] = differences[position] or found
     comparison = compare(samples[0], samples[1])
     noise = noise_of(compare(samples[0], samples[2]))
     return {
+        "calls": calls,
         "heuristic_s": samples[0],
         "pinned_s": samples[1],
         "heuristic_again_s": samples[2],
@@ -306,6 +319,14 @@ def alternate(
         "difference": differences[1],
         "itself": differences[0] or differences[2],
     }
+
+
+def _calls(clock: Clock, call: Callable[[], Tensor]) -> int:
+    """How many calls make a sample as long as the clock wants it."""
+    if not clock.sample_s:
+        return 1
+    once = min(clock.seconds(call, 1) for _ in range(2))
+    return min(MAX_CALLS, max(1, math.ceil(clock.sample_s / once)))
 
 
 def _first(different: dict[str, Any]) -> str:

@@ -1,8 +1,10 @@
 """Operands of one problem, an algorithm's output compared by bytes, and its time. In the child.
 
-    sample      time of `repeats` launches between two CUDA events / repeats; on the CPU, where
-                only a test double runs, the host's clock around them
+    sample      time of some launches between two CUDA events / their number; on the CPU, where
+                only a test double runs, the host's clock around one
     pair        one sample of the heuristic's plan and one of the candidate's, in either order
+    round       a pair of every finalist, after a warm-up: a GPU that waited for the next question
+                is up to 8 % slower in its first millisecond, and whoever comes first would pay
     exact       every byte of the output buffer equals the heuristic's, after the buffer and the
                 workspace were filled with 0x7F: an element nobody wrote, or one written outside
                 the matrix, is seen
@@ -30,7 +32,9 @@ import nvfp4_linear  # noqa: F401  (registers torch.ops.nvfp4, which quantizes t
 OPS_ANSWERS = 8  # as many as the ops ask the heuristic for; the first is what runs unpinned
 POISON = 0x7F
 ALIGNMENT = 256  # what a Problem promises cuBLASLt at most
-SAMPLE_S = 1e-3  # work in a sample: long beside the resolution of events, about 0.5 us
+SAMPLE_S = 1e-3  # work in a sample of a screen: long beside the resolution of events, 0.5 us
+ROUND_SAMPLE_S = 4e-3  # of a round: the GPU's clock moves under load, and a longer mean moves less
+WARM_S = 1e-2  # work before the first pair of a round
 MAX_REPEATS = 64
 ROTATION = 2  # times L2
 MAX_COPIES = 16
@@ -72,18 +76,16 @@ class Measurement:
         self._known: dict[str, _Runnable] = {}
         self._reference = self._output_of(self._baseline).clone()
         self._reproducible = difference(self._output_of(self._baseline), self._reference) is None
-        self._repeats = 1
-        warm = [self._sample(self._baseline) for _ in range(4)]
-        estimate = max(statistics.median(warm[1:]), 1e-7)
-        if device == "cuda":
-            self._repeats = min(MAX_REPEATS, max(1, math.ceil(SAMPLE_S / estimate)))
+        warm = [self._sample(self._baseline, 1) for _ in range(4)]
+        self._estimate = max(statistics.median(warm[1:]), 1e-7)
 
     def describe(self) -> dict[str, Any]:
         """What the result file keeps about how this was measured."""
         return {
             "baseline": self._baseline.plan.algorithm,
             "reproducible": self._reproducible,
-            "repeats": self._repeats,
+            "repeats": self._repeats(SAMPLE_S),
+            "round_repeats": self._repeats(ROUND_SAMPLE_S),
             "copies": len(self._baseline.launches),
             "clock": self._clock.name,
             "device": self._clock.device_name,
@@ -105,7 +107,7 @@ class Measurement:
             return {"refused": str(error)}
         base, own = [], []
         for number in range(samples):
-            pair = self._pair(candidate, swap=number % 2 == 1)
+            pair = self._pair(candidate, self._repeats(SAMPLE_S), swap=number % 2 == 1)
             base.append(pair["heuristic_s"])
             own.append(pair["s"])
             wrong = wrong or pair["difference"]
@@ -123,10 +125,12 @@ class Measurement:
         """
         contenders = [self._baseline, *map(self._finalist, algorithms)]
         pairs: list[dict[str, Any]] = [{} for _ in contenders]
+        repeats = self._repeats(ROUND_SAMPLE_S)
+        self._sample(self._baseline, self._repeats(WARM_S))
         order = range(len(contenders))
         for index in order if number % 2 == 0 else reversed(order):
             at(index - 1)
-            pairs[index] = self._pair(contenders[index], swap=number % 2 == 1)
+            pairs[index] = self._pair(contenders[index], repeats, swap=number % 2 == 1)
         return pairs
 
     def _finalist(self, algorithm: Any) -> _Runnable:
@@ -146,23 +150,29 @@ class Measurement:
         ]
         return _Runnable(plan, launches)
 
-    def _pair(self, contender: _Runnable, swap: bool) -> dict[str, Any]:
+    def _repeats(self, seconds: float) -> int:
+        """Launches that take so long, by the heuristic's speed; 1 where a double computes."""
+        if self._clock.device_name == "cpu":
+            return 1
+        return min(MAX_REPEATS, max(1, math.ceil(seconds / self._estimate)))
+
+    def _pair(self, contender: _Runnable, repeats: int, swap: bool) -> dict[str, Any]:
         """A sample of the heuristic and one of the contender, whose output is compared."""
-        base = None if swap else self._sample(self._baseline)
-        own = self._sample(contender)
+        base = None if swap else self._sample(self._baseline, repeats)
+        own = self._sample(contender, repeats)
         wrong = difference(self._buffers.outputs[0], self._reference)
         if base is None:
-            base = self._sample(self._baseline)
+            base = self._sample(self._baseline, repeats)
         return {"heuristic_s": base, "s": own, "difference": wrong}
 
-    def _sample(self, contender: _Runnable) -> float:
+    def _sample(self, contender: _Runnable, repeats: int) -> float:
         self._buffers.poison(contender.plan.workspace_bytes)
 
         def launch() -> None:
-            for number in range(self._repeats):
+            for number in range(repeats):
                 contender.run(number)
 
-        return self._clock.seconds(launch, self._repeats) / self._repeats
+        return self._clock.seconds(launch, repeats) / repeats
 
     def _output_of(self, contender: _Runnable) -> Tensor:
         """The output buffer after one run into poisoned memory; valid until the next run."""
@@ -314,9 +324,10 @@ def make_clock(device: str) -> Clock:
 
 
 class EventClock:
-    """CUDA events on torch's current stream."""
+    """CUDA events on torch's current stream. sample_s: how long a sample should be at least."""
 
     name = "CUDA events"
+    sample_s = 2e-2
 
     def __init__(self) -> None:
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -342,6 +353,7 @@ class HostClock:
     """The host's clock, for a double that computes while it is called."""
 
     name = "host clock around a test double"
+    sample_s = 0.0
     device_name = "cpu"
     l2_bytes = 0
     stream = 0
