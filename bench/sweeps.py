@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import sys
 import time
@@ -44,7 +43,7 @@ from nvfp4_linear.lab.promote import NothingToPin, pin_of
 from nvfp4_linear.lab.route import problems_behind
 from nvfp4_linear.lab.session import Machine, Session, find_machine
 from nvfp4_linear.lab.sweep import FORMAT as SWEEP_FORMAT
-from nvfp4_linear.lab.sweep import Options, OtherFile, Result, make_problem, sweep
+from nvfp4_linear.lab.sweep import Options, OtherFile, Result, make_problem, sweep, write_whole
 from nvfp4_linear.lab.verdict import tflops
 
 FORMAT = "nvfp4_linear sweeps 1"
@@ -199,15 +198,10 @@ class Book:
 
     def save(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        _write_whole(self.path, json.dumps(_rounded(self.data), indent=None, separators=(",", ":")))
-        _write_whole(self.path.with_suffix(".md"), page(self.data))
+        text = json.dumps(_rounded(self.data), indent=None, separators=(",", ":"))
+        write_whole(self.path, text + "\n")
+        write_whole(self.path.with_suffix(".md"), page(self.data) + "\n")
         save_pins(self.folder / f"{self.name}.pins", self.pins())
-
-
-def _write_whole(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".part")
-    partial.write_text(text + "\n")
-    os.replace(partial, path)
 
 
 def _rounded(value: Any) -> Any:

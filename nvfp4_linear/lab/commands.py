@@ -16,7 +16,7 @@ from .gate import Ladder, run_gate
 from .promote import NothingToPin, pin_of, read_rows, write_pin
 from .route import problems_behind
 from .session import Machine, Session, find_machine
-from .sweep import TYPES, Options, make_problem, sweep
+from .sweep import TYPES, Options, make_problem, sweep, write_whole
 
 MIB = 1 << 20
 
@@ -206,15 +206,18 @@ def run_gate_command(args: argparse.Namespace, console: Console) -> dict[str, An
     machine = machine_of(args)
     if args.sweep:
         _sweep_fc2(machine, config, args, console)
+
+    def save(data: dict[str, Any]) -> None:
+        write_whole(args.out, json.dumps(data, indent=1) + "\n")
+
     arms = make_arms(machine, read_rows(args.pins) if args.pins else ())
     try:
         model = transformer.VideoTransformer(config, device=machine.device)
         model.calibrate()
-        data = run_gate(machine, model, arms, ladder, console)
+        data = run_gate(machine, model, arms, ladder, console, save)
     finally:
         arms.close()
     page = gate_report.markdown(data, canonical=args.canonical)
-    args.out.write_text(json.dumps(data, indent=1) + "\n")
     args.out.with_suffix(".md").write_text(page)
     console.say(page.rstrip(), "", f"wrote {args.out} and {args.out.with_suffix('.md').name}")
     document = {"ok": data["verdict"]["promoted"], "result": str(args.out), **data}

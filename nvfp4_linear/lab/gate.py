@@ -7,7 +7,8 @@
 
 In isolated and block every round measures heuristic, pinned and the heuristic again, in the other
 order every other round: p50 of the rounds; the two heuristic samples give the noise (verdict.py). A
-sample of a short call is several of them in a row, after as many that are not timed.
+sample of a short call is several of them in a row, after as many that are not timed; a long one, in
+which planning anew does not show, is warmed in the first round alone.
 Only what ``fc2.forward_swiglu`` does differs between the arms. At every stage the outputs have to
 be equal byte for byte; the first difference is named and ends the ladder. Faster beyond the noise
 is demanded of the isolated GEMM, not slower beyond it of everything above.
@@ -52,20 +53,33 @@ class Failed(Exception):
 
 
 def run_gate(
-    machine: Machine, model: nn.Module, arms: Arms, ladder: Ladder, console: Console
+    machine: Machine,
+    model: nn.Module,
+    arms: Arms,
+    ladder: Ladder,
+    console: Console,
+    save: Callable[[dict[str, Any]], None] = lambda data: None,
 ) -> dict[str, Any]:
     """Climbs the ladder with a calibrated VideoTransformer; gives the report's data.
 
+    save: given what there is after every measurement, without a verdict until the last.
     Raises CommandError where no pin takes the FC2 problem: there is nothing to promote then.
     """
-    return _Gate(machine, model, arms, ladder, console).run()
+    return _Gate(machine, model, arms, ladder, console, save).run()
 
 
 class _Gate:
     def __init__(
-        self, machine: Machine, model: nn.Module, arms: Arms, ladder: Ladder, console: Console
+        self,
+        machine: Machine,
+        model: nn.Module,
+        arms: Arms,
+        ladder: Ladder,
+        console: Console,
+        save: Callable[[dict[str, Any]], None],
     ) -> None:
         self._model, self._arms, self._ladder, self._console = model, arms, ladder, console
+        self._save = save
         self._clock = make_clock(machine.device)
         config = model.config
         self._shape = (config.tokens, config.hidden, config.ffn)
@@ -114,6 +128,7 @@ class _Gate:
             "reasons": failures
             or ["byte-exact at every stage, faster in isolation, slower nowhere"],
         }
+        self._save(self.data)
         return self.data
 
     # --------------------------------------------------------------------------- preparations
@@ -188,6 +203,7 @@ class _Gate:
                 for name, key in ((HEURISTIC, "heuristic"), (PINNED, "candidate"))
             },
         }
+        self._save(self.data)
         self._demand_same("isolated GEMM", gemm)
         self._demand_same("isolated producer + GEMM", whole)
         if not gemm["faster"]:
@@ -217,6 +233,7 @@ class _Gate:
             block, arguments = self._model.blocks[index], inputs[index]
             found = self._alternate(f"block {index}", lambda: block(*arguments))  # noqa: B023
             self.data["blocks"].append({"block": index, **found})
+            self._save(self.data)
             self._demand_same(f"block {index}", found)
             self._demand_not_slower(f"block {index}", found)
 
@@ -229,6 +246,7 @@ class _Gate:
             self.data["trajectories"].append(
                 {"steps": steps, "seconds": seconds, "difference": different}
             )
+            self._save(self.data)
             what = f"{steps}-step trajectory"
             self._demand_same(what, {"difference": different, "itself": None})
             if seconds[PINNED] > seconds[HEURISTIC] * (1 + self._noise):
@@ -292,8 +310,9 @@ def alternate(
         order = range(len(ARMS))
         for position in order if number % 2 == 0 else reversed(order):
             arms.select(ARMS[position])
-            for _ in range(calls):
-                call()  # plans, loads the kernel, and the GPU's clock settles
+            if calls > 1 or number == 0:
+                for _ in range(calls):
+                    call()  # plans, loads the kernel, and the GPU's clock settles
             _poison_next(reference)
             out: list[Tensor] = []
 

@@ -97,6 +97,13 @@ def make_problem(
     }
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Whole or not at all. The partial file has a fixed name: a killed process leaves one."""
+    partial = path.with_name(path.name + ".part")
+    partial.write_text(text)
+    os.replace(partial, path)
+
+
 class OtherFile(CommandError):
     """The result file that is there belongs to something else; nothing was changed."""
 
@@ -125,10 +132,7 @@ class Result:
         return Result(path, data)
 
     def save(self) -> None:
-        """Whole or not at all. The partial file has a fixed name: a killed sweep leaves one."""
-        partial = self.path.with_name(self.path.name + ".part")
-        partial.write_text(json.dumps(self.data, indent=1) + "\n")
-        os.replace(partial, self.path)
+        write_whole(self.path, json.dumps(self.data, indent=1) + "\n")
 
     @property
     def finished(self) -> bool:
