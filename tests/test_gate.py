@@ -98,7 +98,7 @@ class ScriptedClock:
     """Time is what the arms say it is."""
 
     name = "scripted"
-    sample_s = 0.0
+    settle_s = sample_s = 0.0
 
     def __init__(self, timed):
         self.timed, self.jitter = timed, 0

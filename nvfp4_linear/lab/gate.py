@@ -6,9 +6,9 @@
     trajectory  whole trajectories, 2 and 12 steps: one pair each
 
 In isolated and block every round measures heuristic, pinned and the heuristic again, in the other
-order every other round: p50 of the rounds; the two heuristic samples give the noise (verdict.py). A
-sample of a short call is several of them in a row, after as many that are not timed; a long one, in
-which planning anew does not show, is warmed in the first round alone.
+order every other round: p50 of the rounds; the two heuristic samples give the noise (verdict.py).
+Before a sample its arm runs until a GPU at its power limit has settled: its clock follows what ran
+some 50 ms ago, and so an arm pays for the power of the one before it.
 Only what ``fc2.forward_swiglu`` does differs between the arms. At every stage the outputs have to
 be equal byte for byte; the first difference is named and ends the ladder. Faster beyond the noise
 is demanded of the isolated GEMM, not slower beyond it of everything above.
@@ -34,7 +34,7 @@ from .session import Machine
 from .verdict import compare, noise_of, tflops
 
 FORMAT = "nvfp4_linear gate 1"
-MAX_CALLS = 64  # in a sample
+MAX_CALLS = 256
 ARMS = (HEURISTIC, PINNED, HEURISTIC)  # the second heuristic sample is the A/A partner of the first
 
 
@@ -303,31 +303,30 @@ def alternate(
     """
     arms.select(HEURISTIC)
     reference = call().clone()
-    calls = _calls(clock, call)
+    warm, timed = _calls(clock, call)
     samples: list[list[float]] = [[] for _ in ARMS]
     differences: list[Any] = [None for _ in ARMS]
     for number in rounds:
         order = range(len(ARMS))
         for position in order if number % 2 == 0 else reversed(order):
             arms.select(ARMS[position])
-            if calls > 1 or number == 0:
-                for _ in range(calls):
-                    call()  # plans, loads the kernel, and the GPU's clock settles
+            for _ in range(warm):
+                call()  # plans, loads the kernel, and the GPU's clock settles
             _poison_next(reference)
             out: list[Tensor] = []
 
             def sample(out: list[Tensor] = out) -> None:
                 out.append(call())
-                for _ in range(calls - 1):
+                for _ in range(timed - 1):
                     call()
 
-            samples[position].append(clock.seconds(sample, calls) / calls)
+            samples[position].append(clock.seconds(sample, timed) / timed)
             found = difference(out[0], reference)
             differences[position] = differences[position] or found
     comparison = compare(samples[0], samples[1])
     noise = noise_of(compare(samples[0], samples[2]))
     return {
-        "calls": calls,
+        "calls": {"warm": warm, "timed": timed},
         "heuristic_s": samples[0],
         "pinned_s": samples[1],
         "heuristic_again_s": samples[2],
@@ -340,12 +339,13 @@ def alternate(
     }
 
 
-def _calls(clock: Clock, call: Callable[[], Tensor]) -> int:
-    """How many calls make a sample as long as the clock wants it."""
+def _calls(clock: Clock, call: Callable[[], Tensor]) -> tuple[int, int]:
+    """How many calls settle an arm, and how many make a sample: the clock says how long."""
     if not clock.sample_s:
-        return 1
+        return 1, 1
     once = min(clock.seconds(call, 1) for _ in range(2))
-    return min(MAX_CALLS, max(1, math.ceil(clock.sample_s / once)))
+    warm, timed = (math.ceil(seconds / once) for seconds in (clock.settle_s, clock.sample_s))
+    return min(MAX_CALLS, warm), min(MAX_CALLS, timed)
 
 
 def _first(different: dict[str, Any]) -> str:
