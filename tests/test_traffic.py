@@ -1,5 +1,6 @@
-"""Promises of bench/traffic.py: the study's byte figures exactly, the cache model against a second,
-slower one, its laws (no cache, endless cache, more cache), and the command line.
+"""Promises of bench/tiles.py, traversal.py and traffic.py: the study's byte figures exactly, the
+cache model against a second, slower one, its laws (no cache, endless cache, more cache), and the
+command line.
 
 Byte comparisons are integer equality. The study's profiles are compared to the digits it printed.
 """
@@ -13,20 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.traffic import (
-    CANONICAL,
-    CHIPS,
-    ELEMENTS,
-    MIB,
-    PROFILES,
-    STUDY_EXACT,
-    STUDY_SLIP,
-    Order,
-    Problem,
-    main,
-    predict,
-    simulate,
-)
+from bench.tiles import ELEMENTS, MIB, Problem
+from bench.traffic import CANONICAL, PROFILES, STUDY_EXACT, STUDY_SLIP, main
+from bench.traversal import CHIPS, Order, predict, simulate
 
 GB10 = {"sms": CHIPS["gb10"].sms, "l2_bytes": CHIPS["gb10"].l2_bytes}
 ENDLESS = 1 << 60
