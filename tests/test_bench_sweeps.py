@@ -86,14 +86,43 @@ def test_work_of_another_machine_is_begun_anew(run, tmp_path):
 @pytest.mark.parametrize("timed, harm", [
     (test_gate.Scripted(cost=(1.0, 2.0)), "slower"),
     (test_gate.Scripted(wrong=lambda timed: timed.arm == "pinned"), "other bytes"),
+    (test_gate.Scripted(cost=(1.0, 1.0)), "no faster"),
 ])  # fmt: skip
-def test_a_pin_that_harms_gemm_is_taken_out_and_recorded(run, tmp_path, timed, harm):
-    data = run(timed, status=1)
+def test_a_pin_that_harms_gemm_or_does_nothing_is_taken_out(run, tmp_path, timed, harm):
+    data = run(timed, status=int(harm != "no faster"))
     dropped = f"gemm at 40 x 64 x 128: {harm}"
     assert data["sweeps"]["nvfp4_40x64x128"]["dropped"] == dropped
     assert data["verified"][0]["dropped"] == dropped
     assert [pin.type for pin in read_rows(tmp_path / "double.pins")] == ["bf16", "fp8_e4m3"]
-    assert f"(taken out: {dropped})" in (tmp_path / "double_sweep.md").read_text()
+    page = (tmp_path / "double_sweep.md").read_text()
+    assert f"(taken out: {dropped})" in page and "bytes, taken out |" in page.lower()
+    # From now on both arms are the same call: fewer rounds, and nothing more to take out.
+    again = run(test_gate.Scripted(cost=(1.0, 1.0)))
+    assert again["verified"][0]["pins"] == 0 and "dropped" not in again["verified"][0]
+    assert len(again["verified"][0]["heuristic_s"]) == sweeps.UNPINNED_ROUNDS < 6
+
+
+def test_finals_are_measured_again_from_the_best_of_the_screen(run, tmp_path, monkeypatch):
+    first = run()
+    monkeypatch.setattr(test_sweep.Scripted, "check", None)  # nothing is searched for any more
+    monkeypatch.setattr(test_sweep.Scripted, "screen", None)
+    assert run(None, "--finals")["sweeps"].keys() == first["sweeps"].keys()
+
+    class Changed(Opened):
+        """A machine on which what was fast is no longer."""
+
+        def __init__(self, machine):
+            super().__init__(machine)
+            self.time = lambda algorithm: 1.0
+
+    monkeypatch.setattr(sweeps, "Session", Changed)
+    data = run(None, "--finals")
+    for key, entry in data["sweeps"].items():
+        assert first["sweeps"][key]["pin"] and not entry["pin"]
+        assert "faster by more than the noise" in entry["no_pin"]
+        for kept in ("problem", "heuristic", "best_of_screen", "screened", "generations"):
+            assert entry[kept] == first["sweeps"][key][kept]
+    assert read_rows(tmp_path / "double.pins") == []
 
 
 def test_time_that_is_up_leaves_sweeps_for_another_run(run, tmp_path, capsys):

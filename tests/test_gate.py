@@ -124,6 +124,37 @@ def climb(model, monkeypatch):
 # ---- What the ladder decides ------------------------------------------------------------------------
 
 
+def test_what_was_measured_is_kept_after_every_measurement(model, monkeypatch):
+    """A gate takes minutes; one that is killed has not lost what it measured."""
+    timed, kept = Scripted(), []
+    monkeypatch.setattr(gate, "make_clock", lambda device: ScriptedClock(timed))
+    monkeypatch.setattr(gate.lt, "Planner", lambda path: type("P", (), {
+        "library": {"version": 130100}}))  # fmt: skip
+    save = kept.append
+    gate.run_gate(DOUBLE, model, timed, LADDER, Console(), lambda data: save(json.dumps(data)))
+    seen = [json.loads(text) for text in kept]
+    assert [(len(d["blocks"]), len(d["trajectories"])) for d in seen] == [
+        (0, 0), (1, 0), (2, 0), (3, 0), (3, 1), (3, 2), (3, 2),
+    ]  # fmt: skip
+    assert all(d["isolated"] for d in seen)
+    assert [bool(d["verdict"]) for d in seen] == [False] * 6 + [True]
+
+
+def test_an_arm_settles_before_it_is_timed():
+    """Short calls are repeated: so many before a sample, so many in it, one long one suffices."""
+    costs = {(32, 16): 2**-8, (1, 1): 0.5, (256, 256): 2**-20}
+
+    class Clock:
+        settle_s, sample_s = 2**-3, 2**-4
+
+        def seconds(self, launch, launches):
+            return launch()
+
+    for expected, cost in costs.items():
+        assert gate._calls(Clock(), lambda cost=cost: cost) == expected
+    assert gate._calls(measure.HostClock(), None) == (1, 1)
+
+
 def test_a_faster_byte_exact_pin_is_promoted(climb, model):
     timed = Scripted()
     data = climb(timed)
