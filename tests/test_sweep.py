@@ -529,9 +529,9 @@ def test_what_a_run_leaves_unwritten_is_seen(double):
         def run(self, number):
             pass  # returns at once, as a kernel that was never launched
 
-    pair = own._pair(Lazy(), swap=False)
+    pair = own._pair(Lazy(), 1, swap=False)
     assert pair["difference"]["elements"] == 16 * 64
-    assert own._pair(baseline, swap=True)["difference"] is None
+    assert own._pair(baseline, 1, swap=True)["difference"] is None
 
 
 def test_a_difference_is_counted_located_and_sized():
