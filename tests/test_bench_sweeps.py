@@ -77,6 +77,14 @@ def test_what_is_done_is_not_swept_again(run, tmp_path, monkeypatch):
         sweeps.Book(tmp_path, "double", machine)
 
 
+def test_chunks_that_gemm_no_longer_makes_are_left_out(run, tmp_path, monkeypatch, capsys):
+    run()
+    monkeypatch.setattr(sweeps, "DOUBLE_CASES", sweeps.DOUBLE_CASES[1:])
+    assert list(run()["sweeps"]) == ["bf16_24x32x64", "fp8_e4m3_24x32x64"]
+    assert "left out, gemm makes other chunks now: nvfp4_40x64x128" in capsys.readouterr().out
+    assert [pin.type for pin in read_rows(tmp_path / "double.pins")] == ["bf16", "fp8_e4m3"]
+
+
 def test_work_of_another_machine_is_begun_anew(run, tmp_path):
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "bf16_24x32x64.json").write_text("{}")

@@ -140,6 +140,9 @@ class Scripted:
             raise ChildLost("killed by SIGBUS", 1)
         return [self._pair(algorithm) for algorithm in (self.heuristic_first, *finalists)]
 
+    def settled(self, algorithm, number):
+        return {**self._pair(algorithm), "again_s": self.time(self.heuristic_first)}
+
 
 def fast(algorithm):
     """The second answer's cluster 5 is best, everything without split-K beats the heuristic."""
@@ -417,6 +420,68 @@ def test_as_fast_as_the_heuristic_is_not_faster(tmp_path):
     )
 
 
+class Throttled(Scripted):
+    """What is fast at one clock draws more power: alone it is as slow as `alone(algorithm)`."""
+
+    def __init__(self, alone, **options):
+        super().__init__(fast, **options)
+        self.alone, self.measured = alone, []
+
+    def settled(self, algorithm, number):
+        self.measured.append(algorithm)
+        times = {
+            "heuristic_s": 1.0,
+            "s": self.alone(algorithm),
+            "again_s": 1.0 + 0.01 * (number % 2),
+        }
+        return {**times, "difference": DIFFERENCE if self.wrong(algorithm) else None}
+
+
+def test_a_gain_that_a_power_limit_takes_back_is_none(tmp_path):
+    opened = Throttled(lambda a: 1.03)
+    result = scripted(tmp_path / "s.json", opened)
+    assert result.winner is None and len(set(opened.measured)) == 2  # the next best had its chance
+    reason = result.data["verdict"]["reason"]
+    assert "no byte-exact candidate is faster once the GPU has settled: the best is 2.4" in reason
+    assert "0.9709 times settled" in reason
+    for allow in (False, True):
+        with pytest.raises(promote.NothingToPin, match="once the GPU has settled"):
+            promote.pin_of(result, allow_inexact=allow)
+    assert report.markdown(result).count("- settled: ") == 2
+
+
+def test_the_next_best_wins_where_it_stays_faster(tmp_path):
+    opened = Throttled(lambda a: 1.03 if len(set(opened.measured)) == 1 else 0.9)
+    result = scripted(tmp_path / "s.json", opened)
+    first, second = dict.fromkeys(opened.measured)
+    assert result.winner["algorithm"] == sweep.asdict(second) != sweep.asdict(first)
+    evidence = promote.pin_of(result).evidence
+    assert "1.1111x settled (noise 0.50%), byte-exact" in evidence
+
+
+def test_bytes_that_differ_settled_are_different(tmp_path):
+    class Wrong(Throttled):
+        def settled(self, algorithm, number):
+            return {**super().settled(algorithm, number), "difference": DIFFERENCE}
+
+    assert scripted(tmp_path / "s.json", Wrong(lambda a: 0.5)).winner is None
+
+
+def test_a_candidate_that_dies_settled_is_recorded_and_the_next_is_measured(tmp_path):
+    class Dies(Throttled):
+        def settled(self, algorithm, number):
+            if not self.measured:
+                self.measured.append(algorithm)
+                raise ChildLost("killed by SIGBUS", 0)
+            return super().settled(algorithm, number)
+
+    opened = Dies(lambda a: 0.9)
+    result = scripted(tmp_path / "s.json", opened)
+    (lost,) = result.data["lost"]
+    assert (lost["stage"], lost["reason"]) == ("settled", "killed by SIGBUS")
+    assert lost["algorithm"] == sweep.asdict(opened.measured[0]) != result.winner["algorithm"]
+
+
 def test_the_heuristics_own_algorithm_never_wins():
     """It was lucky in every round; a pin for it would pin nothing."""
     own = {"id": 1, "tile": 4, "stages": 1}
@@ -425,6 +490,7 @@ def test_the_heuristics_own_algorithm_never_wins():
         "heuristic": [{"algorithm": own}],
         "screened": [{"algorithm": own, "difference": None, "workspace_bytes": 0, "waves": 1}],
         "final": {"finalists": [own], "rounds": [[dict(pair, s=2.0), pair]] * 5},
+        "settled": [{"algorithm": own, "rounds": [dict(pair, again_s=2.0)] * 5}],
         "measured_with": {"reproducible": True},
     }
     assert sweep.judge(data)["winner"] is None

@@ -5,6 +5,7 @@ worker       the child process that cuBLASLt may kill; torch-free until it is as
 measure      operands, comparison by bytes and timing, inside that child
 children     the parent's side: a crash or a hang of the child is an answer, not an end
 verdict      medians, noise, and what "faster by more than the noise" means
+judgement    who wins a sweep: byte-exact, faster at one clock and once the GPU has settled
 sweep        the three together, with a result file that can be resumed
 report       Markdown and plot of a result
 gate         sweep → block → trajectory, the ladder a candidate climbs before it is promoted

@@ -133,6 +133,29 @@ class Measurement:
             pairs[index] = self._pair(contenders[index], repeats, swap=number % 2 == 1)
         return pairs
 
+    def settled(self, algorithm: Any, number: int) -> dict[str, Any]:
+        """A sample of the heuristic, one of the algorithm, another of the heuristic; odd rounds go
+        backwards. Each runs until the GPU has settled before it is timed."""
+        candidate = self._finalist(algorithm)
+        contenders = [self._baseline, candidate, self._baseline]
+        samples, wrong = [0.0] * len(contenders), None
+        order = range(len(contenders))
+        for index in order if number % 2 == 0 else reversed(order):
+            self._mean(contenders[index], self._clock.settle_s)
+            samples[index] = self._mean(contenders[index], self._clock.sample_s)
+            if contenders[index] is candidate:
+                wrong = difference(self._buffers.outputs[0], self._reference)
+        base, own, again = samples
+        return {"heuristic_s": base, "s": own, "again_s": again, "difference": wrong}
+
+    def _mean(self, contender: _Runnable, seconds: float) -> float:
+        """Mean time of a launch over samples that take so long together; one sample at least."""
+        repeats, total, samples = self._repeats(seconds), 0.0, 0
+        while samples == 0 or total * repeats < seconds:
+            total += self._sample(contender, repeats)
+            samples += 1
+        return total / samples
+
     def _finalist(self, algorithm: Any) -> _Runnable:
         key = repr(algorithm)
         if key not in self._known:
@@ -326,7 +349,8 @@ def make_clock(device: str) -> Clock:
 class EventClock:
     """CUDA events on torch's current stream.
 
-    settle_s, sample_s: how long an arm of a gate runs before it is timed, and while it is.
+    settle_s, sample_s: how long an arm runs before it is timed, and while it is, where a GPU at its
+    power limit is to settle: its clock follows what ran some 50 ms ago.
     """
 
     name = "CUDA events"

@@ -17,6 +17,7 @@ from typing import Any
 from ..algorithms import MAX_PIN_FILE_BYTES, PIN_FILE_HEADER, Pin, save_pins
 from ..console import CommandError
 from .candidates import from_dict
+from .judgement import faster_in_both
 from .sweep import Result
 
 
@@ -40,7 +41,7 @@ def pin_of(
         raise NothingToPin(f"{result.path} is not finished: run the same sweep again to go on")
     entry = result.winner
     if allow_inexact:
-        faster = [e for e in result.data["verdict"]["candidates"] if e["faster"]]
+        faster = [e for e in result.data["verdict"]["candidates"] if faster_in_both(e)]
         entry = faster[0] if faster else None
     if entry is None:
         raise NothingToPin(f"nothing to pin: {result.data['verdict']['reason']}")
@@ -72,6 +73,8 @@ def _evidence(result: Result, entry: dict[str, Any], source: str) -> str:
         f"{source}, {data['date']}: {found['ratio']:.4f}x the heuristic at m={problem['m']}"
         f" ({found['candidate_s'] * 1e3:.4g} against {found['heuristic_s'] * 1e3:.4g} ms, noise"
         f" {data['verdict']['noise']:.2%}, {len(data['final']['rounds'])} rounds), "
+        f"{entry['settled']['comparison']['ratio']:.4f}x settled (noise"
+        f" {entry['settled']['noise']:.2%}), "
     )
     different = entry["difference"]
     if different:

@@ -95,7 +95,20 @@ def _final_lines(data: dict[str, Any]) -> list[str]:
                 entry["algorithm"],
             )
         )
-    return [*lines, ""]
+    settled = [f"- settled: {settled_text(e)}" for e in verdict["candidates"] if e["settled"]]
+    return [*lines, *(["", *settled] if settled else []), ""]
+
+
+def settled_text(entry: dict[str, Any]) -> str:
+    """A candidate's settled rounds in words; empty where there are none."""
+    settled = entry["settled"]
+    if settled is None:
+        return ""
+    found = settled["comparison"]
+    return (
+        f"{describe(from_dict(entry['algorithm']))}: {found['ratio']:.4f} x heuristic, won "
+        f"{found['wins']} of {found['rounds']} rounds, noise {settled['noise']:.2%}"
+    )
 
 
 def _tried_lines(data: dict[str, Any]) -> list[str]:

@@ -245,6 +245,10 @@ class Session:
         rows = [to_row(algorithm) for algorithm in candidates]
         return self._measure("round", rows=rows, number=number)["pairs"]
 
+    def settled(self, algorithm: Algorithm, number: int) -> dict[str, Any]:
+        """`Measurement.settled`. Raises ChildLost; prepare again then."""
+        return self._measure("settled", row=to_row(algorithm), number=number)
+
     def child_ids(self) -> Iterator[int]:
         """Process ids of the children that are there."""
         for child in (self._checker, self._timer):

@@ -6,7 +6,10 @@
              until the time budget is used up, nearest to the heuristic's answers first
     again    check and screen the neighbours of the best four
     final    the best of the screen, `rounds` alternating rounds in one process, A/A among them
-    verdict  verdict.py; the winner is the fastest that is byte-exact and faster beyond the noise
+    settled  who may win by these rounds, alone with the heuristic: each runs until the GPU has
+             settled before it is timed, since a power limit can take back what one clock gave
+    verdict  judgement.py; the winner is the fastest that is byte-exact and faster beyond the noise
+             in both
 
 The result file is written whole every two seconds and after every round of the final, so that it
 is usable at any moment, and a sweep started again with the same question goes on from it. A file of
@@ -34,11 +37,12 @@ from . import candidates as space
 from . import session
 from .candidates import from_dict
 from .children import ChildLost
+from .judgement import contenders, judge
 from .measure import OPS_ANSWERS
 from .session import Machine, Session, kernel_of
-from .verdict import Comparison, compare, noise_of
+from .verdict import compare
 
-FORMAT = "nvfp4_linear sweep 1"
+FORMAT = "nvfp4_linear sweep 2"
 TYPES = ("nvfp4", "bf16", "fp16", "fp8_e4m3")
 SEED_ANSWERS = 32
 CHECK_BATCH = 4096
@@ -47,6 +51,7 @@ SCREEN_SAMPLES = 3
 SEEDS_OF_BEST = 4
 ALIKE = 2
 TIE = 0.005
+SETTLED_ROUNDS = 8
 INEXACT_FINALISTS = 2  # shown beside the exact ones, for who can live with them
 FIRST_SHARE = 0.65  # of the screen's time; the rest is for the neighbours of the best
 
@@ -195,6 +200,7 @@ def _open(
         "lost": [],
         "screened": [],
         "final": None,
+        "settled": [],
         "verdict": None,
     }
     return Result(path, data)
@@ -227,6 +233,7 @@ class _Sweep:
         self._generation(0, None if budget is None else budget * FIRST_SHARE)
         self._generation(1, None if budget is None else budget * (1 - FIRST_SHARE))
         self._final()
+        self._settle()
         self._data["verdict"] = judge(self._data)
         self._data["finished"] = True
         self._result.save()
@@ -428,6 +435,9 @@ class _Sweep:
 
     def _final(self) -> None:
         """Alternating rounds of the finalists, begun anew where they were interrupted."""
+        final = self._data["final"]
+        if final is not None and len(final["rounds"]) >= self._options.rounds:
+            return
         lost = [entry["algorithm"] for entry in self._data["lost"]]
         finalists = self._best(self._options.finalists)
         finalists += self._best(INEXACT_FINALISTS, exact=False)
@@ -454,6 +464,29 @@ class _Sweep:
             self._data["final"] = final
             self._save()
 
+    def _settle(self) -> None:
+        """Settled rounds of those that may win, fastest first, until one does."""
+        for index in contenders(judge(self._data)):
+            verdict = judge(self._data)
+            entry = verdict["candidates"][index]
+            if verdict["winner"] is not None:
+                return
+            if entry["settled"] is not None:  # before this sweep was resumed
+                continue
+            self._prepare()
+            algorithm = from_dict(entry["algorithm"])
+            numbers = range(min(self._options.rounds, SETTLED_ROUNDS))
+            try:
+                rounds = [
+                    self._session.settled(algorithm, number)
+                    for number in self._console.progress(numbers, "settled")
+                ]
+            except ChildLost as failure:
+                self._lose(algorithm, "settled", str(failure))
+                continue
+            self._data["settled"].append({"algorithm": entry["algorithm"], "rounds": rounds})
+            self._save()
+
 
 def _distance(answer: dict[str, Any], seeds: list[dict[str, Any]]) -> int:
     """How many attributes separate an accepted algorithm from the nearest seed."""
@@ -465,69 +498,3 @@ def _batches(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
     items = iter(items)
     while batch := list(itertools.islice(items, size)):
         yield batch
-
-
-def judge(data: dict[str, Any]) -> dict[str, Any]:
-    """The verdict on a finished final: noise, each finalist against the heuristic, the winner."""
-    rounds = data["final"]["rounds"]
-
-    def comparison(position: int) -> Comparison:
-        pairs = [pairs[position] for pairs in rounds]
-        return compare([p["heuristic_s"] for p in pairs], [p["s"] for p in pairs])
-
-    finalists = data["final"]["finalists"]
-    itself, *comparisons = (comparison(position) for position in range(1 + len(finalists)))
-    noise = noise_of(itself, comparisons)
-    screened = {tuple(e["algorithm"].values()): e for e in data["screened"]}
-    entries = []
-    for position, (algorithm, found) in enumerate(zip(finalists, comparisons, strict=True), 1):
-        screen = screened[tuple(algorithm.values())]
-        differences = [screen["difference"], *(pairs[position]["difference"] for pairs in rounds)]
-        entries.append(
-            {
-                "algorithm": algorithm,
-                "workspace_bytes": screen["workspace_bytes"],
-                "waves": screen["waves"],
-                "comparison": asdict(found),
-                "difference": next(filter(None, differences), None),
-                # The heuristic's own first answer needs no pin, however lucky its rounds were.
-                "faster": found.faster(noise) and algorithm != data["heuristic"][0]["algorithm"],
-            }
-        )
-    entries.sort(key=lambda entry: -entry["comparison"]["ratio"])
-    reproducible = data["measured_with"]["reproducible"] and not any(
-        pairs[0]["difference"] for pairs in rounds
-    )
-    eligible = [
-        index
-        for index, entry in enumerate(entries)
-        if reproducible and entry["faster"] and not entry["difference"]
-    ]
-    winner = eligible[0] if eligible else None
-    return {
-        "noise": noise,
-        "itself": asdict(itself),
-        "reproducible": reproducible,
-        "candidates": entries,
-        "winner": winner,
-        "reason": _reason(entries, winner, noise, reproducible),
-    }
-
-
-def _reason(
-    entries: list[dict[str, Any]], winner: int | None, noise: float, reproducible: bool
-) -> str:
-    """Why there is a winner, or none."""
-    if winner is not None:
-        ratio = entries[winner]["comparison"]["ratio"]
-        return f"byte-exact and {ratio:.4f} times as fast as the heuristic, noise {noise:.2%}"
-    if not reproducible:
-        return "the heuristic's own output differs from run to run: byte-exactness can't be shown"
-    exact = [entry for entry in entries if not entry["difference"]]
-    if not exact:
-        return "no candidate gives the heuristic's bytes"
-    best = exact[0]["comparison"]
-    return (
-        f"no byte-exact candidate is faster by more than the noise of {noise:.2%}: the best is "
-        f"{best['ratio']:.4f} times as fast, and won {best['wins']} of {best['rounds']} rounds"
-    )

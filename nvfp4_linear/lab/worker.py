@@ -156,6 +156,9 @@ class Worker:
         self._progress.at(-1)
         return {"pairs": pairs}
 
+    def _settled(self, row: list[Any], number: int) -> dict[str, Any]:
+        return self._measurement.settled(self._algorithm(row), number)
+
 
 def _kind(reason: str) -> str:
     """A refusal without what is particular to one algorithm."""
