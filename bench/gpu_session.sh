@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One visit to a GPU machine, from the repository root: tests, benchmarks, counters, sanitizers.
 #
-#   OUT=DIR bench/gpu_session.sh [SECTION...]     default: all but build and twogpu
+#   OUT=DIR bench/gpu_session.sh [SECTION...]     default: all but build, twogpu and the lab's three
 #   bench/gpu_session.sh --list                   the sections and their limits in seconds
 #
 # Every section has a limit of its own, and all of them together BUDGET_S (default 560); a section
@@ -12,6 +12,7 @@
 # BUILD_ENV   for the section build, e.g. "NVFP4_EXTENSIONS=_cublaslt NVFP4_CUDA_ARCHS=90a"
 # BENCH_ARGS  for the benchmarks, e.g. "--only quantize --no-compile"
 # LIMIT_S     a limit in seconds for every section named, in place of its own
+# PINS        the pin file that the section gate takes up the ladder
 # BENCH_COMMIT  what the results name as commit where the tree has no git
 set -u
 cd "$(dirname "$0")/.." || exit 2
@@ -21,11 +22,12 @@ BUDGET_S="${BUDGET_S:-560}"
 declare -A LIMIT=(
   [build]=300 [env]=30 [test]=180 [ladder]=60 [gemm]=90 [producer]=150 [overhead]=45
   [ncu]=120 [memcheck]=90 [racecheck]=90 [initcheck]=90 [twogpu]=60
+  [sweeps]=420 [l2]=90 [gate]=330
 )
 DEFAULT=(env test ladder gemm producer overhead ncu memcheck racecheck initcheck)
 
 if [ "${1:-}" = --list ]; then
-  for name in build "${DEFAULT[@]}" twogpu; do echo "$name ${LIMIT[$name]}"; done
+  for name in build "${DEFAULT[@]}" twogpu sweeps l2 gate; do echo "$name ${LIMIT[$name]}"; done
   exit 0
 fi
 for name in "$@"; do
@@ -92,6 +94,19 @@ twogpu() {
     CUDA_VISIBLE_DEVICES=1 "$PYTHON" -m bench.sanitize
 }
 
+# The algorithm lab: goes on from the committed sweeps, and measures their finals again.
+sweeps() {
+  mkdir -p "$RESULTS/sweeps" && cp bench/results/sweeps/* "$RESULTS/sweeps" &&
+    "$PYTHON" -m bench.sweeps --finals --rounds 8 --seconds 390 --out "$RESULTS/sweeps" \
+      --work "$WORK/sweeps"
+}
+l2() { "$PYTHON" -m bench.l2 ncu --out "$RESULTS/l2" --raw "$WORK/session/l2"; }
+gate() {
+  mkdir -p "$RESULTS/gate"
+  "$PYTHON" -m nvfp4_linear gate --pins "${PINS:-bench/results/sweeps/h200.pins}" --canonical \
+    --keep-going --out "$RESULTS/gate/h200.json"
+}
+
 # ------------------------------------------------------------------------------------ running them
 
 pack() {
@@ -125,7 +140,7 @@ run_section() {
 }
 
 FUNCTIONS="$(declare -f build env_ test_ bench ladder gemm producer overhead draw ncu_ sanitizer \
-  memcheck racecheck initcheck twogpu)
+  memcheck racecheck initcheck twogpu sweeps l2 gate)
 \"\$SESSION_FUNCTION\""
 export PYTHON RESULTS LOGS WORK
 failed=0

@@ -630,6 +630,20 @@ def test_rounds_alternate_and_the_heuristic_is_among_them(double):
     assert order == [37, 35, 37, 36, 37, 37, 37] and at == [1, 0, -1]
 
 
+def test_settled_rounds_time_each_arm_after_it_has_run_alone(double):
+    own = measurement(double(ANSWERS), SHAPE)
+    order = []
+    own._sample = lambda contender, repeats: order.append(contender.plan.algorithm["stages"]) or 0.4
+    quick = lt.Algorithm(id=70, tile=4, stages=36)
+    even, odd = own.settled(quick, 0), own.settled(quick, 1)
+    assert order[:6] == order[6:] == [37, 37, 36, 36, 37, 37]
+    assert even.keys() == odd.keys() == {"heuristic_s", "s", "again_s", "difference"}
+    own._clock.settle_s, own._clock.sample_s = 2.0, 1.0  # as long as asked for, then the mean
+    order.clear()
+    assert own.settled(quick, 0)["s"] == pytest.approx(0.4)
+    assert order == [37] * 8 + [36] * 8 + [37] * 8
+
+
 # ---- Candidates -----------------------------------------------------------------------------------
 
 
