@@ -165,6 +165,19 @@ def test_chunks_of_gemm_are_swept_too_and_none_twice(monkeypatch):
     ]
 
 
+def test_the_committed_book_has_every_case_its_page_and_its_pins():
+    path = sweeps.RESULTS / "h200_sweep.json"
+    book = sweeps.Book(path.parent, "h200", json.loads(path.read_text())["machine"])
+    for case in sweeps.CASES:
+        assert f"{case.type}_{case.m}x{case.n}x{case.k}" in book.data["sweeps"]
+    assert sweeps.page(book.data) + "\n" == path.with_suffix(".md").read_text()
+    assert read_rows(path.parent / "h200.pins") == book.pins()
+    assert len(book.data["verified"]) == sum(case.verify for case in sweeps.CASES)
+    for entry in book.data["verified"]:
+        assert entry["difference"] is None and entry["itself"] is None
+        assert entry["faster"] or not entry["pins"] or entry["dropped"]
+
+
 def test_a_name_comes_from_the_gpu():
     for gpu, name in (
         ("NVIDIA H200", "h200"),

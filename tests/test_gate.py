@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from bench import video_transformer
+from bench.report import RESULTS
 from bench.video_transformer import Config, VideoTransformer
 from nvfp4_linear import algorithms, cli
 from nvfp4_linear.algorithms import Algorithm, Device, Pin
@@ -153,6 +154,29 @@ def test_an_arm_settles_before_it_is_timed():
     for expected, cost in costs.items():
         assert gate._calls(Clock(), lambda cost=cost: cost) == expected
     assert gate._calls(measure.HostClock(), None) == (1, 1)
+
+
+def test_every_sample_comes_after_its_own_arm_has_run():
+    timed, ran = Scripted(), []
+
+    class Clock:
+        settle_s, sample_s = 3.0, 2.0
+
+        def seconds(self, launch, launches):
+            ran.append("timed")
+            launch()
+            return launches
+
+    def call():
+        ran.append(timed.arm)
+        return torch.zeros(1, 1, dtype=torch.bfloat16)
+
+    found = gate.alternate(timed, Clock(), range(2), call)
+    assert found["calls"] == {"warm": 3, "timed": 2}
+    arms = [ran[i : i + 6] for i in range(len(ran) - 36, len(ran), 6)]
+    heuristic, pinned = ([*[arm] * 3, "timed", arm, arm] for arm in (gate.HEURISTIC, gate.PINNED))
+    assert arms == [heuristic, pinned, heuristic] * 2
+    assert found["pinned_s"] == [1.0, 1.0] and not found["faster"]
 
 
 def test_a_faster_byte_exact_pin_is_promoted(climb, model):
@@ -319,6 +343,18 @@ def test_what_was_not_reached_or_is_another_experiment_is_called_that(climb):
     emulated["arms"]["pinned"]["rung"] = "emulated"
     text = gate_report.markdown(emulated, canonical=True)
     assert "NVFP4 runs on the emulated rung here, so the pin is of another GEMM" in text
+
+
+def test_the_committed_report_is_of_the_studys_sizes_and_says_what_came_of_it():
+    path = RESULTS / "gate" / "h200.json"
+    data = json.loads(path.read_text())
+    page = path.with_suffix(".md").read_text()
+    assert gate_report.markdown(data, canonical=True) == page
+    assert gate_report.shape(data) == (study.M, study.N, study.K)
+    assert [block["block"] for block in data["blocks"]] == [0, 24, 49]
+    assert [one["steps"] for one in data["trajectories"]] == [2, 12]
+    assert "DIFFERENT" not in page and page.count(" equal") == 7
+    assert "**NOT PROMOTED**" in page and not data["machine"]["test_double"]
 
 
 # ---- The model --------------------------------------------------------------------------------------

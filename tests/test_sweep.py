@@ -482,6 +482,23 @@ def test_a_candidate_that_dies_settled_is_recorded_and_the_next_is_measured(tmp_
     assert lost["algorithm"] == sweep.asdict(opened.measured[0]) != result.winner["algorithm"]
 
 
+def test_what_was_measured_settled_is_not_measured_again(tmp_path):
+    class Interrupted(Throttled):
+        def settled(self, algorithm, number):
+            if len(set(self.measured)) == 1 and algorithm != self.measured[0]:
+                raise KeyboardInterrupt
+            return super().settled(algorithm, number)
+
+    path, first = tmp_path / "s.json", Interrupted(lambda a: 1.03)
+    with pytest.raises(KeyboardInterrupt):
+        scripted(path, first)
+    assert len(read(path)["settled"]) == 1 and not read(path)["finished"]
+    opened = Throttled(lambda a: 0.9)
+    result = scripted(path, opened)
+    assert first.measured[0] not in opened.measured and opened.calls == []  # nor the final
+    assert result.winner["algorithm"] == sweep.asdict(opened.measured[0])
+
+
 def test_the_heuristics_own_algorithm_never_wins():
     """It was lucky in every round; a pin for it would pin nothing."""
     own = {"id": 1, "tile": 4, "stages": 1}
