@@ -345,7 +345,7 @@ def test_kernels_on_the_emulator(tmp_path):
     cuda = tests.parent / "csrc" / "cuda"
     kernels = ("device", "grouped_gemm", "grouped_small_m", "grouped_wgmma")
     includes = [tests / "cuda_emulator", tests.parent / "csrc", cuda]
-    ahead = [tests / "cuda_emulator" / "ptx.cuh", tests / "grouped_emulator" / "wgmma.cuh"]
+    ahead = [tests / "cuda_emulator" / "ptx.cuh", tests / "grouped_emulator" / "hopper.cuh"]
     command = [compiler, "-std=c++17", "-O2", "-ffp-contract=off", "-w"]
     command += [f"-I{path}" for path in includes]
     command += [x for path in ahead for x in ("-include", str(path))]

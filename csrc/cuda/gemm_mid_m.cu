@@ -105,13 +105,6 @@ __global__ void __launch_bounds__(256) image_kernel(const MidMArgs a, int64_t ro
 
 // -------------------------------------------------------------------------------------- main loop
 
-// Shared memory as wgmma's operand: rows along k, 128-byte swizzle, groups of eight rows 1024
-// apart.
-__device__ __forceinline__ uint64_t descriptor(uint32_t address) {
-  return uint64_t{1} << 62 | uint64_t{kSwizzleBytes / 16} << 32 | uint64_t{1} << 16 |
-         (address & 0x3FFFFu) >> 4;
-}
-
 __device__ __forceinline__ uint32_t word(const uint4& v, int i) {
   return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
 }
@@ -222,7 +215,7 @@ __global__ void __launch_bounds__(kThreads, 1) mid_m_kernel(const MidMArgs a) {
       scale_pairs(four >> (16 * (t % 2)), factors[j], T{});
     }
     barrier_wait(barriers + stage * 16, parity);
-    const uint64_t operand = descriptor(ring + stage * Layout::kABytes);
+    const uint64_t operand = wgmma_descriptor(ring + stage * Layout::kABytes);
     // Fragments alternate between two sets: a product reads one while the other is decoded.
     uint32_t fragment[2][2][4];
 #pragma unroll

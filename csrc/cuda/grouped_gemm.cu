@@ -15,7 +15,7 @@
 #include "explicit_tile.h"
 #include "grouped_gemm.h"
 #include "grouped_schedule.cuh"
-#include "wgmma.cuh"
+#include "hopper.cuh"
 
 namespace nvfp4::cuda {
 namespace {

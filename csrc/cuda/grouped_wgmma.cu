@@ -21,7 +21,7 @@
 #include "decode.cuh"
 #include "grouped_gemm.h"
 #include "grouped_schedule.cuh"
-#include "wgmma.cuh"
+#include "hopper.cuh"
 
 namespace nvfp4::cuda {
 namespace {

@@ -1,34 +1,56 @@
-// Hopper's barriers in shared memory, bulk copies and wgmma, one function each.
+// Hopper's instructions: barriers in shared memory, bulk copies, warpgroup products, and the named
+// barriers and ldmatrix that go with them; one function each.
 //
-// Empty for other targets: gemm_mid_m.cu, their only user, runs on compute capability 9.0 alone.
-#pragma once
+// Husks in code for other targets. As with ptx.cuh, a test that runs the kernels on a CPU sets the
+// guard and brings its own.
+#ifndef NVFP4_CUDA_HOPPER_CUH
+#define NVFP4_CUDA_HOPPER_CUH
 
 #include "ptx.cuh"
 
+// Only code for sm_90a has them.
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define NVFP4_WGMMA 1
+#else
+#define NVFP4_WGMMA 0
+#endif
+
 namespace nvfp4::cuda {
 
+// ------------------------------------------------------------------------------- named barriers
+
+// Waits for `threads` threads to have come to barrier `id`, by sync or by arrive.
+__device__ __forceinline__ void barrier_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// -------------------------------------------------------- barriers in shared memory, bulk copies
+
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#if NVFP4_WGMMA
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 #endif
 }
 
 // Makes a thread's barrier_init known to the copies it starts.
 __device__ __forceinline__ void fence_barrier_init() {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#if NVFP4_WGMMA
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
 }
 
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#if NVFP4_WGMMA
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 #endif
 }
 
 // Arrives, and lets the phase wait for `bytes` of bulk copies too.
 __device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#if NVFP4_WGMMA
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 #endif
@@ -36,7 +58,7 @@ __device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes)
 
 // Until the phase of this parity is over.
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#if NVFP4_WGMMA
   asm volatile(
       "{.reg .pred done;\n"
       "again_%=:\n"
@@ -50,7 +72,7 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
 // `bytes` (a multiple of 16, both ends 16-byte aligned) to shared memory; counted on `barrier`.
 __device__ __forceinline__ void copy_bulk(uint32_t target, const void* source, uint32_t bytes,
                                           uint32_t barrier) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#if NVFP4_WGMMA
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
           "r"(target),
@@ -59,63 +81,118 @@ __device__ __forceinline__ void copy_bulk(uint32_t target, const void* source, u
 #endif
 }
 
+// This thread's writes to shared memory so far become visible to wgmma, once a barrier has passed.
+__device__ __forceinline__ void fence_shared_for_wgmma() {
+#if NVFP4_WGMMA
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ uint32_t load_shared_word(uint32_t address) {
+  uint32_t v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
+}
+
+// Four 8 x 8 matrices of 16-bit values. Lane l gives the address of row l % 8 of matrix l / 8, 16
+// bytes, and gets values 2 (l % 4) and 2 (l % 4) + 1 of row l / 4 of each.
+__device__ __forceinline__ void load_matrices(uint32_t (&out)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+               : "r"(address)
+               : "memory");
+}
+
+// ----------------------------------------------------------------------------------- warpgroups
+
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+#if NVFP4_WGMMA
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+#endif
+}
+template <int kRegisters>
+__device__ __forceinline__ void give_registers() {
+#if NVFP4_WGMMA
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+#endif
+}
+
+// Before the first wgmma, and between ordinary writes of its registers and the next one.
 __device__ __forceinline__ void wgmma_fence() {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#if NVFP4_WGMMA
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #endif
 }
-
 __device__ __forceinline__ void wgmma_commit() {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#if NVFP4_WGMMA
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 #endif
 }
-
+// Until at most kPending groups are under way.
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#if NVFP4_WGMMA
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 #endif
 }
 
-// c (64 x n, a warpgroup's) += a (64 x 16, registers) b (n x 16 in shared memory, by descriptor).
+// Keeps the compiler from moving what reads or writes these registers across this point.
+template <int kCount>
+__device__ __forceinline__ void pin_registers(float (&d)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// Rows of 64 16-bit values along k, 128 bytes apart, 16-byte vectors exclusive-ored with row % 8;
+// the rows' start is a multiple of 1024 bytes, `address` is there or 32 i bytes further along k.
+__device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
+  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kEightRows = uint64_t{1024 >> 4} << 32;
+  return kSwizzle128 | kEightRows | uint64_t{1} << 16 | (address & 0x3FFFF) >> 4;
+}
+
+// d (64 x N) += a (64 x 16, in registers) b (N x 16, in shared memory)^T, N = 2 kCount. The
+// fragments are those of mma.m16n8k16, warp w of the warpgroup having rows 16 w ...
 // clang-format off
-__device__ __forceinline__ void wgmma(float (&c)[32], const uint32_t (&a)[4], uint64_t b, __nv_bfloat16) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7]), "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), "+f"(c[12]), "+f"(c[13]), "+f"(c[14]), "+f"(c[15]), "+f"(c[16]), "+f"(c[17]), "+f"(c[18]), "+f"(c[19]), "+f"(c[20]), "+f"(c[21]), "+f"(c[22]), "+f"(c[23]), "+f"(c[24]), "+f"(c[25]), "+f"(c[26]), "+f"(c[27]), "+f"(c[28]), "+f"(c[29]), "+f"(c[30]), "+f"(c[31])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+#define NVFP4_D8(i) \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), \
+  "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define NVFP4_D32(i) NVFP4_D8(i), NVFP4_D8(i + 8), NVFP4_D8(i + 16), NVFP4_D8(i + 24)
+#define NVFP4_NAMES32 \
+  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
+  "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define NVFP4_NAMES64 NVFP4_NAMES32 \
+  ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47," \
+  "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+// The function for `count` sums a thread; `names` stands for them, `rest` for a, b and the flags.
+#define NVFP4_WGMMA_FUNCTION(count, shape, type, ptx_type, names, rest, ...)                    \
+  __device__ __forceinline__ void wgmma(float (&d)[count], const uint32_t (&a)[4], uint64_t b, \
+                                        type) {                                                 \
+    asm volatile("wgmma.mma_async.sync.aligned." shape ".f32." ptx_type "." ptx_type            \
+                 " {" names "}, " rest ", 1, 1, 1, 0;"                                          \
+                 : __VA_ARGS__                                                                  \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                         \
+  }
+#define NVFP4_WGMMA_TYPES(count, shape, names, rest, ...)                                   \
+  NVFP4_WGMMA_FUNCTION(count, shape, __nv_bfloat16, "bf16", names, rest, __VA_ARGS__) \
+  NVFP4_WGMMA_FUNCTION(count, shape, __half, "f16", names, rest, __VA_ARGS__)
+
+#if NVFP4_WGMMA
+NVFP4_WGMMA_TYPES(32, "m64n64k16", NVFP4_NAMES32, "{%32,%33,%34,%35}, %36", NVFP4_D32(0))
+NVFP4_WGMMA_TYPES(64, "m64n128k16", NVFP4_NAMES64, "{%64,%65,%66,%67}, %68",
+                  NVFP4_D32(0), NVFP4_D32(32))
+#else
+template <int kCount, typename T>
+__device__ __forceinline__ void wgmma(float (&)[kCount], const uint32_t (&)[4], uint64_t, T) {}
 #endif
-}
-__device__ __forceinline__ void wgmma(float (&c)[32], const uint32_t (&a)[4], uint64_t b, __half) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7]), "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), "+f"(c[12]), "+f"(c[13]), "+f"(c[14]), "+f"(c[15]), "+f"(c[16]), "+f"(c[17]), "+f"(c[18]), "+f"(c[19]), "+f"(c[20]), "+f"(c[21]), "+f"(c[22]), "+f"(c[23]), "+f"(c[24]), "+f"(c[25]), "+f"(c[26]), "+f"(c[27]), "+f"(c[28]), "+f"(c[29]), "+f"(c[30]), "+f"(c[31])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-#endif
-}
-__device__ __forceinline__ void wgmma(float (&c)[64], const uint32_t (&a)[4], uint64_t b, __nv_bfloat16) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%64, %65, %66, %67}, %68, 1, 1, 1, 0;"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7]), "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), "+f"(c[12]), "+f"(c[13]), "+f"(c[14]), "+f"(c[15]), "+f"(c[16]), "+f"(c[17]), "+f"(c[18]), "+f"(c[19]), "+f"(c[20]), "+f"(c[21]), "+f"(c[22]), "+f"(c[23]), "+f"(c[24]), "+f"(c[25]), "+f"(c[26]), "+f"(c[27]), "+f"(c[28]), "+f"(c[29]), "+f"(c[30]), "+f"(c[31]), "+f"(c[32]), "+f"(c[33]), "+f"(c[34]), "+f"(c[35]), "+f"(c[36]), "+f"(c[37]), "+f"(c[38]), "+f"(c[39]), "+f"(c[40]), "+f"(c[41]), "+f"(c[42]), "+f"(c[43]), "+f"(c[44]), "+f"(c[45]), "+f"(c[46]), "+f"(c[47]), "+f"(c[48]), "+f"(c[49]), "+f"(c[50]), "+f"(c[51]), "+f"(c[52]), "+f"(c[53]), "+f"(c[54]), "+f"(c[55]), "+f"(c[56]), "+f"(c[57]), "+f"(c[58]), "+f"(c[59]), "+f"(c[60]), "+f"(c[61]), "+f"(c[62]), "+f"(c[63])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-#endif
-}
-__device__ __forceinline__ void wgmma(float (&c)[64], const uint32_t (&a)[4], uint64_t b, __half) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%64, %65, %66, %67}, %68, 1, 1, 1, 0;"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7]), "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), "+f"(c[12]), "+f"(c[13]), "+f"(c[14]), "+f"(c[15]), "+f"(c[16]), "+f"(c[17]), "+f"(c[18]), "+f"(c[19]), "+f"(c[20]), "+f"(c[21]), "+f"(c[22]), "+f"(c[23]), "+f"(c[24]), "+f"(c[25]), "+f"(c[26]), "+f"(c[27]), "+f"(c[28]), "+f"(c[29]), "+f"(c[30]), "+f"(c[31]), "+f"(c[32]), "+f"(c[33]), "+f"(c[34]), "+f"(c[35]), "+f"(c[36]), "+f"(c[37]), "+f"(c[38]), "+f"(c[39]), "+f"(c[40]), "+f"(c[41]), "+f"(c[42]), "+f"(c[43]), "+f"(c[44]), "+f"(c[45]), "+f"(c[46]), "+f"(c[47]), "+f"(c[48]), "+f"(c[49]), "+f"(c[50]), "+f"(c[51]), "+f"(c[52]), "+f"(c[53]), "+f"(c[54]), "+f"(c[55]), "+f"(c[56]), "+f"(c[57]), "+f"(c[58]), "+f"(c[59]), "+f"(c[60]), "+f"(c[61]), "+f"(c[62]), "+f"(c[63])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-#endif
-}
+#undef NVFP4_WGMMA_TYPES
+#undef NVFP4_WGMMA_FUNCTION
+#undef NVFP4_NAMES64
+#undef NVFP4_NAMES32
+#undef NVFP4_D32
+#undef NVFP4_D8
 // clang-format on
 
 }  // namespace nvfp4::cuda
+
+#endif

@@ -1,8 +1,8 @@
-// csrc/cuda/wgmma.cuh in portable C++; sets its guard. Included after cuda_emulator/ptx.cuh.
+// csrc/cuda/hopper.cuh in portable C++; sets its guard. Included after cuda_emulator/ptx.cuh.
 //
 // A wgmma happens at once: what is tested is layouts and barriers, not the order of what is
 // asynchronous.
-#define NVFP4_CUDA_WGMMA_CUH
+#define NVFP4_CUDA_HOPPER_CUH
 #define NVFP4_WGMMA 1
 
 #include <cuda_runtime.h>
