@@ -343,9 +343,11 @@ def test_kernels_on_the_emulator(tmp_path):
         pytest.skip(f"needs a C++ compiler, found no {compiler}")
     tests = Path(__file__).resolve().parent
     cuda = tests.parent / "csrc" / "cuda"
-    kernels = ("device", "grouped_gemm", "grouped_small_m", "grouped_wgmma")
+    kernels = ("device", "grouped_dense", "grouped_gemm", "grouped_small_m", "grouped_unpack")
+    kernels += ("grouped_wgmma",)
     includes = [tests / "cuda_emulator", tests.parent / "csrc", cuda]
-    ahead = [tests / "cuda_emulator" / "ptx.cuh", tests / "grouped_emulator" / "hopper.cuh"]
+    ahead = [tests / "cuda_emulator" / "ptx.cuh"]
+    ahead += [tests / "grouped_emulator" / f"{name}.cuh" for name in ("hopper", "tensor_copy")]
     command = [compiler, "-std=c++17", "-O2", "-ffp-contract=off", "-w"]
     command += [f"-I{path}" for path in includes]
     command += [x for path in ahead for x in ("-include", str(path))]
@@ -376,8 +378,10 @@ needs_cuda = pytest.mark.skipif(cuda_missing() is not None, reason=str(cuda_miss
 
 @pytest.mark.gpu
 @needs_cuda
-def test_out_of_range_on_a_gpu():
+@pytest.mark.parametrize("kernel", ["", "general", "small", "wgmma", "dense"])
+def test_out_of_range_on_a_gpu(monkeypatch, kernel):
     """Such rows are zero or dropped, and no other row is any different."""
+    monkeypatch.setenv("NVFP4_GROUPED_KERNEL", kernel)
     device = "cuda"
     for a, b, n, sizes in (
         ("linear", "swizzled", 264, [20, 30]),
@@ -401,8 +405,10 @@ def test_out_of_range_on_a_gpu():
 
 @pytest.mark.gpu
 @needs_cuda
-def test_graph_and_no_host_sync():
+@pytest.mark.parametrize("kernel", ["", "dense"])
+def test_graph_and_no_host_sync(monkeypatch, kernel):
     """Captured once, replayed with other group sizes: nothing is read on the host."""
+    monkeypatch.setenv("NVFP4_GROUPED_KERNEL", kernel)
     p = ragged_m("bfloat16", "swizzled", 264, 256, [9, 1, 22], seed=0)
     other = ragged_m("bfloat16", "swizzled", 264, 256, [0, 30, 2], seed=0)
     a, b, scale, alpha = (x.cuda() for x in (p.a.data, p.b.data, p.b.scale, p.alpha))
@@ -443,9 +449,56 @@ def test_graph_and_no_host_sync():
         ([1] * 600, 8, 64),
     ],
 )
-@pytest.mark.parametrize("kernel", ["general", "small", "wgmma"])
+@pytest.mark.parametrize("kernel", ["general", "small", "wgmma", "dense"])
 def test_every_kernel(monkeypatch, kernel, sizes, n, k, a, seed):
     """Each where the sizes would not pick it."""
     monkeypatch.setenv("NVFP4_GROUPED_KERNEL", kernel)
     out_dtype = (torch.bfloat16, torch.float16, torch.float32)[len(a) % 3]
     check(ragged_m(a, "swizzled", n, k, sizes, seed), "cuda", out_dtype)
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("kernel", ["general", "dense"])
+@pytest.mark.parametrize(("a", "b"), [(a, b) for a, b in PAIRS if b != "swizzled"])
+def test_other_weights(monkeypatch, a, b, kernel):
+    """Dense ones and row-major scales, in groups of more than a tile's rows."""
+    monkeypatch.setenv("NVFP4_GROUPED_KERNEL", kernel)
+    for seed in (0, 15, 31):
+        check(ragged_m(a, b, 264, 144, [300, 0, 7, 257], seed), "cuda")
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize(
+    ("sizes", "n", "k", "a"),
+    [
+        ([900, 0, 1500, 3, 800, 1100, 2, 700, 600, 1000], 4096, 4096, "bfloat16"),  # B in parts
+        ([20000, 0, 13000, 4000], 264, 4096, "nvfp4"),  # A in parts
+        ([1500, 700], 20000, 8192, "nvfp4"),  # a part of one group's columns at a time
+    ],
+)
+def test_parts_of_a_workspace(monkeypatch, sizes, n, k, a):
+    """What is decoded exceeds the workspace. Scales of 1 and few terms: sums are exact in any order."""
+    rng = torch.Generator("cuda").manual_seed(0)
+
+    def packed(*shape):
+        data = torch.randint(0, 256, (*shape, k // 2), generator=rng, device="cuda")
+        return data.to(torch.uint8)
+
+    def ones(*shape):
+        return torch.full(shape, 0x38, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
+
+    m, groups = sum(sizes) + 5, len(sizes)
+    b, b_scale = packed(groups, n), ones(groups, (n + 127) // 128 * 128, k // 16)
+    left, left_scale = packed(m), ones(m, k // 16)
+    if a != "nvfp4":
+        left = ops.dequantize(left, left_scale, swizzled=False, out_dtype=torch.bfloat16)
+        left_scale = None
+    offs = torch.tensor(ends(sizes), dtype=torch.int32, device="cuda")
+    results = []
+    for kernel in ("general", "dense"):
+        monkeypatch.setenv("NVFP4_GROUPED_KERNEL", kernel)
+        poison("cuda")
+        results.append(grouped_gemm(left, b, left_scale, b_scale, offs))
+    assert_same_bytes(*results)

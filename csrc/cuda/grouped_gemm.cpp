@@ -1,10 +1,13 @@
 // grouped_gemm on a GPU: which kernel takes it, by sizes that the host knows, never by offs.
 //
+// On Hopper, for ragged M:
+//   wgmma       packed weights decoded in registers: bound by the weights' bytes, then by decoding
+//   dense       both sides decoded to a workspace first, in parts where it is too small for all
+// Elsewhere:
 //   few rows    packed weights decoded in registers for mma.sync: bound by the weights' bytes
-//   wgmma       the same for Hopper's warpgroup instructions, from kWgmmaRows rows a group on
 //   general     everything else
 //
-// NVFP4_GROUPED_KERNEL=small|wgmma|general takes that one wherever it can be had, for tests.
+// NVFP4_GROUPED_KERNEL=small|wgmma|dense|general takes that one wherever it can be had, for tests.
 #include "grouped_gemm.h"
 
 #include <algorithm>
@@ -19,16 +22,27 @@
 namespace nvfp4::cuda {
 namespace {
 
-// Rows a group, on average: up to kFewRows its weights' bytes are the limit for mma.sync; from
-// kWgmmaRows on, where there is wgmma, that is the faster one.
-constexpr int64_t kFewRows = 64, kWgmmaRows = 17;
+// Rows a group, on average: up to kFewRows its weights' bytes are the limit for mma.sync.
+constexpr int64_t kFewRows = 64;
+// From here on, decoding all weights once costs less than decoding them for every 64 rows.
+constexpr int64_t kDenseRows = 448;
+// Dense weights need no decoding: fewer rows than these fill too little of a dense tile.
+constexpr int64_t kDenseWeightRows = 17;
+constexpr int64_t kUnpackedPitch = 128;  // a row's length in a workspace is a multiple of this
+constexpr int64_t kRowsUnit = 256;       // of a part: a tile's
 
-// The kernels for packed weights take a dense A: a packed one is decoded first, exactly, all of it,
+enum class Kernel { kFewRows, kWgmma, kDense, kGeneral };
+
+Tensor bytes_like(int64_t bytes, const Tensor& like) {
+  return allocate({bytes}, ScalarType::Byte, like);
+}
+
+// The kernel for few rows takes a dense A: a packed one is decoded first, exactly, all of it,
 // because gather may ask for any row. Not where that takes more than the library's budget.
 std::optional<Tensor> decode_a(GroupedGemmParams& p, const Tensor& like, Stream stream) {
   const int64_t bytes = p.a_rows * p.k * 2;
   if (p.a.scale == nullptr || bytes == 0 || bytes > kWorkspaceBudget) return std::nullopt;
-  Tensor decoded = allocate({bytes}, ScalarType::Byte, like);
+  Tensor decoded = bytes_like(bytes, like);
   DequantizeParams d;
   d.data = static_cast<const uint8_t*>(p.a.data);
   d.block_scale = p.a.scale;
@@ -44,34 +58,144 @@ std::optional<Tensor> decode_a(GroupedGemmParams& p, const Tensor& like, Stream 
   return decoded;
 }
 
-enum class Kernel { kFewRows, kWgmma, kGeneral };
+// 16-bit rows where they are, for copies of boxes.
+bool boxes_take(const Operand& o) {
+  return o.scale == nullptr && o.type != DType::kFloat32 &&
+         reinterpret_cast<uintptr_t>(o.data) % 16 == 0 && o.row_stride % 8 == 0;
+}
 
-// For a dense A.
+bool wgmma_takes(const GroupedGemmParams& p) {
+  return grouped_small_m_weights(p) && grouped_unpack_takes(p.a) && grouped_hopper_available();
+}
+
+bool dense_takes(const GroupedGemmParams& p) {
+  if (p.ragged_k || p.groups == 0 || p.m == 0 || p.n == 0 || p.k == 0) return false;
+  const bool b = p.b.scale ? grouped_unpack_takes(p.b) : boxes_take(p.b);
+  return b && grouped_unpack_takes(p.a) && grouped_hopper_available();
+}
+
 Kernel pick_kernel(const GroupedGemmParams& p, int64_t rows) {
-  if (!grouped_small_m_weights(p)) return Kernel::kGeneral;
   const char* forced = std::getenv("NVFP4_GROUPED_KERNEL");
   const std::string wanted = forced ? forced : "";
   if (wanted == "general") return Kernel::kGeneral;
-  if (wanted == "small") return Kernel::kFewRows;
-  const bool many = wanted == "wgmma" || (wanted.empty() && rows >= kWgmmaRows);
-  if (many && grouped_wgmma_available()) return Kernel::kWgmma;
-  return rows <= kFewRows ? Kernel::kFewRows : Kernel::kGeneral;
+  if (wanted == "small") {
+    return grouped_small_m_weights(p) ? Kernel::kFewRows : Kernel::kGeneral;
+  }
+  const int64_t dense_rows = p.b.scale ? kDenseRows : kDenseWeightRows;
+  const bool dense = wanted == "dense" || (wanted.empty() && rows >= dense_rows);
+  if (dense && dense_takes(p)) return Kernel::kDense;
+  if (wgmma_takes(p)) return Kernel::kWgmma;
+  return grouped_small_m_weights(p) && rows <= kFewRows ? Kernel::kFewRows : Kernel::kGeneral;
+}
+
+DType product_type(const GroupedGemmParams& p) {
+  if (p.a.scale == nullptr) return p.a.type;
+  return p.b.scale == nullptr ? p.b.type : DType::kBFloat16;
+}
+
+// Tiles of up to twice the average rows: groups differ, and a group of more rows than a tile
+// decodes its weights twice, while an empty part of a tile costs little.
+int64_t tile_rows(int64_t rows) { return std::min(2 * rows, kGroupedSmallMMax); }
+
+void run_wgmma(const GroupedGemmParams& p, int64_t rows, const Tensor& like, Stream stream) {
+  const int64_t pitch = round_up(p.k, kUnpackedPitch);
+  const int64_t part_rows = std::min(p.m, kWorkspaceBudget / (pitch * 2));
+  const Tensor a = bytes_like(part_rows * pitch * 2, like);
+  grouped_zero(p, stream);
+  GroupedPart part;
+  part.groups = p.groups;
+  for (; part.row_begin < p.m; part.row_begin += part_rows) {
+    part.rows = std::min(part_rows, p.m - part.row_begin);
+    grouped_unpack_rows(p, part, product_type(p), KOrder::kArranged, pitch, a.mutable_data_ptr(),
+                        stream);
+    grouped_wgmma(p, part, a.data_ptr(), product_type(p), pitch, tile_rows(rows), stream);
+  }
+}
+
+// How much of both sides is dense at a time.
+struct Parts {
+  int64_t rows, groups, n;
+};
+
+Parts split(const GroupedGemmParams& p, bool unpack_a, int64_t row_bytes) {
+  const int64_t a_bytes = unpack_a ? p.m * row_bytes : 0;
+  const int64_t b_bytes = p.b.scale ? p.groups * p.n * row_bytes : 0;
+  // Half of the budget each, and what the other side leaves.
+  const int64_t half = kWorkspaceBudget / 2;
+  const auto fit = [&](int64_t other) {
+    return std::max(half, kWorkspaceBudget - other) / row_bytes;
+  };
+  Parts parts{p.m, p.groups, p.n};
+  const auto whole_tiles = [](int64_t rows) {
+    return std::max(rows / kRowsUnit * kRowsUnit, kRowsUnit);
+  };
+  if (unpack_a && fit(b_bytes) < p.m) parts.rows = whole_tiles(fit(b_bytes));
+  const int64_t b_rows = fit(a_bytes);
+  if (p.b.scale && b_rows < p.groups * p.n) {
+    parts.groups = std::max<int64_t>(1, b_rows / p.n);
+    if (b_rows < p.n) parts.n = whole_tiles(b_rows);
+  }
+  return parts;
+}
+
+void run_dense(const GroupedGemmParams& p, const Tensor& like, Stream stream) {
+  const int64_t pitch = round_up(p.k, kUnpackedPitch), row_bytes = pitch * 2;
+  const bool unpack_a = p.gather || !boxes_take(p.a);
+  const Parts parts = split(p, unpack_a, row_bytes);
+  const Tensor ends_tensor = bytes_like((p.groups + 1) * 4, like);
+  auto* const ends = static_cast<int32_t*>(ends_tensor.mutable_data_ptr());
+  const Tensor a = bytes_like(unpack_a ? parts.rows * row_bytes : 0, like);
+  const Tensor b = bytes_like(p.b.scale ? parts.groups * parts.n * row_bytes : 0, like);
+  grouped_ends(p, ends, stream);
+  grouped_zero(p, stream);
+  grouped_zero_rest(p, ends + p.groups, stream);
+  DenseSides sides;
+  sides.type = product_type(p);
+  sides.a = unpack_a ? a.data_ptr() : p.a.data;
+  sides.a_rows = unpack_a ? parts.rows : p.a_rows;
+  sides.a_pitch = unpack_a ? pitch : p.a.row_stride;
+  sides.a_of_part = unpack_a;
+  sides.b = p.b.scale ? b.data_ptr() : p.b.data;
+  sides.b_pitch = p.b.scale ? pitch : p.b.row_stride;
+  GroupedPart part;
+  part.ends = ends;
+  for (; part.first_group < p.groups; part.first_group += parts.groups) {
+    part.groups = std::min(parts.groups, p.groups - part.first_group);
+    for (sides.n_begin = 0; sides.n_begin < p.n; sides.n_begin += parts.n) {
+      sides.n = std::min(parts.n, p.n - sides.n_begin);
+      if (p.b.scale) {
+        grouped_unpack_weights(p, part, sides.n_begin, sides.n, sides.type, pitch,
+                               b.mutable_data_ptr(), stream);
+      }
+      for (part.row_begin = 0; part.row_begin < p.m; part.row_begin += parts.rows) {
+        part.rows = std::min(parts.rows, p.m - part.row_begin);
+        if (unpack_a && (parts.rows < p.m || sides.n_begin == 0)) {
+          grouped_unpack_rows(p, part, sides.type, KOrder::kPlain, pitch, a.mutable_data_ptr(),
+                              stream);
+        }
+        grouped_dense(p, part, sides, stream);
+      }
+    }
+  }
 }
 
 }  // namespace
 
 void grouped_gemm(const GroupedGemmParams& p, const Tensor& like, Stream stream) {
   const int64_t rows = p.groups ? (p.m + p.groups - 1) / p.groups : p.m;
-  const Kernel kernel = pick_kernel(p, rows);
-  if (kernel != Kernel::kGeneral) {
-    GroupedGemmParams dense = p;
-    const auto decoded = decode_a(dense, like, stream);
-    if (grouped_small_m_takes(dense)) {
-      if (kernel == Kernel::kWgmma) return grouped_wgmma(dense, rows, stream);
-      // Twice the average: groups differ, and a group of more rows than a tile reads its weights
-      // twice, while an empty part of a tile costs little.
-      return grouped_small_m(dense, std::min(2 * rows, kGroupedSmallMMax), stream);
+  switch (pick_kernel(p, rows)) {
+    case Kernel::kWgmma:
+      return run_wgmma(p, rows, like, stream);
+    case Kernel::kDense:
+      return run_dense(p, like, stream);
+    case Kernel::kFewRows: {
+      GroupedGemmParams dense = p;
+      const auto decoded = decode_a(dense, like, stream);
+      if (grouped_small_m_takes(dense)) return grouped_small_m(dense, tile_rows(rows), stream);
+      break;
     }
+    case Kernel::kGeneral:
+      break;
   }
   grouped_general(p, stream);
 }

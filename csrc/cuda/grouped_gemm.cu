@@ -35,7 +35,7 @@ constexpr int kMTiles = kWarpTile / 16, kNTiles = kWarpTile / 8;
 static_assert(kThreads == kTile, "a packed row a thread");
 
 struct Memory {
-  ScheduleMemory schedule;
+  ScheduleMemory<kThreads> schedule;
   int source[kTile], target[kTile];  // rows of A and of out, -1 for none
 };
 
@@ -370,11 +370,14 @@ __global__ void __launch_bounds__(kThreads, 2) grouped_kernel(const GroupedArgs 
     __syncthreads();
     finish(args, tile, *memory, kUnit, warp, g, t, acc, sums);
   }
-  if (!p.ragged_k && !p.scatter) zero_rows(p, schedule.rows_end(), kThreads, thread, args.wide);
+  if (!p.ragged_k && !p.scatter)
+    zero_rows(p, schedule.rows_end(), p.m, kThreads, thread, args.wide);
 }
 
-__global__ void __launch_bounds__(kZeroThreads) zero_kernel(const GroupedGemmParams p, bool wide) {
-  zero_rows(p, 0, kZeroThreads, static_cast<int>(threadIdx.x), wide);
+// begin: null for 0.
+__global__ void __launch_bounds__(kZeroThreads)
+    zero_kernel(const GroupedGemmParams p, const int32_t* begin, bool wide) {
+  zero_rows(p, begin ? *begin : 0, p.m, kZeroThreads, static_cast<int>(threadIdx.x), wide);
 }
 
 // ------------------------------------------------------------------------------------------- host
@@ -406,14 +409,21 @@ bool scale_aligned(const Operand& o) {
          (o.swizzled || o.row_stride / kBlockSize % kTileCols == 0);
 }
 
-}  // namespace
-
-void grouped_zero(const GroupedGemmParams& p, Stream stream) {
-  if (p.ragged_k || !p.scatter) return;
+void launch_zero(const GroupedGemmParams& p, const int32_t* begin, Stream stream) {
   const int64_t blocks = std::min(ceil_div(p.m * ceil_div(p.n, 8), kZeroThreads),
                                   int64_t{current_device().sm_count} * 4);
   launch("grouped_gemm", zero_kernel, dim3(static_cast<unsigned>(blocks)), kZeroThreads, stream, p,
-         wide_stores(p));
+         begin, wide_stores(p));
+}
+
+}  // namespace
+
+void grouped_zero(const GroupedGemmParams& p, Stream stream) {
+  if (!p.ragged_k && p.scatter) launch_zero(p, nullptr, stream);
+}
+
+void grouped_zero_rest(const GroupedGemmParams& p, const int32_t* begin, Stream stream) {
+  if (!p.scatter) launch_zero(p, begin, stream);
 }
 
 void grouped_general(const GroupedGemmParams& p, Stream stream) {

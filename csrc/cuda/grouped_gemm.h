@@ -12,6 +12,9 @@ namespace nvfp4::cuda {
 // Without scatter it does nothing, as the kernels zero what is beyond the last offset.
 void grouped_zero(const GroupedGemmParams& p, Stream stream);
 
+// Without scatter: zeroes out's rows from *begin (on the device) on.
+void grouped_zero_rest(const GroupedGemmParams& p, const int32_t* begin, Stream stream);
+
 // Any operands, both ragged modes. Zeroes rows that nobody writes, as every kernel here does.
 void grouped_general(const GroupedGemmParams& p, Stream stream);
 
@@ -22,8 +25,48 @@ bool grouped_small_m_takes(const GroupedGemmParams& p);
 constexpr int64_t kGroupedSmallMMax = 64;
 void grouped_small_m(const GroupedGemmParams& p, int64_t rows, Stream stream);
 
-// The same operands on Hopper, in tiles of 64 rows of a group, or 128 where it has more than 64.
-bool grouped_wgmma_available();
-void grouped_wgmma(const GroupedGemmParams& p, int64_t rows, Stream stream);
+// A launch's share of a problem of ragged M: rows [row_begin, row_begin + rows) of those that
+// groups [first_group, first_group + groups) have, counted from their first one. Where `ends` is
+// null: of all groups, counted from row 0.
+struct GroupedPart {
+  const int32_t* ends = nullptr;  // see grouped_ends
+  int64_t first_group = 0, groups = 0, row_begin = 0, rows = 0;
+};
+
+// ends[0] = 0, ends[e + 1]: where group e ends, inside the problem and never decreasing. Ragged M.
+void grouped_ends(const GroupedGemmParams& p, int32_t* ends, Stream stream);
+
+// In a workspace: rows of `pitch` 16-bit values, a multiple of 128, those from k on zero.
+// kArranged: the order of k that grouped_wgmma wants.
+enum class KOrder { kPlain, kArranged };
+bool grouped_unpack_takes(const Operand& operand);  // aligned well enough
+// The part's rows of A, in the problem's order.
+void grouped_unpack_rows(const GroupedGemmParams& p, const GroupedPart& part, DType type,
+                         KOrder order, int64_t pitch, void* out, Stream stream);
+// Rows [n_begin, n_begin + n) of the part's groups' weights, one group after another; of groups
+// without rows, nothing.
+void grouped_unpack_weights(const GroupedGemmParams& p, const GroupedPart& part, int64_t n_begin,
+                            int64_t n, DType type, int64_t pitch, void* out, Stream stream);
+
+// Hopper (compute capability 9.0), where this build has its code: ragged M.
+bool grouped_hopper_available();
+
+// Packed weights with swizzled scales, as for grouped_small_m. `a`: what grouped_unpack_rows made
+// of the part's rows, arranged, in T = `type`. Weights are read once for up to `rows` rows of a
+// group, at most 64.
+void grouped_wgmma(const GroupedGemmParams& p, const GroupedPart& part, const void* a, DType type,
+                   int64_t pitch, int64_t rows, Stream stream);
+
+// Both sides dense, of one type, 16-byte aligned, rows multiples of 16 bytes apart. Makes columns
+// [n_begin, n_begin + n) of out, in rows that the part's groups have. `part.ends` is not null.
+struct DenseSides {
+  const void *a, *b;  // b: n rows a group of the part
+  DType type;
+  int64_t a_rows, a_pitch, b_pitch;
+  bool a_of_part;  // row 0 of a is the part's first one, else the problem's
+  int64_t n_begin, n;
+};
+void grouped_dense(const GroupedGemmParams& p, const GroupedPart& part, const DenseSides& sides,
+                   Stream stream);
 
 }  // namespace nvfp4::cuda

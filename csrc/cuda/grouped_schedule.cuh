@@ -1,18 +1,18 @@
 // What the grouped kernels share: which tile a block works on next, and how a tile is written.
 //
 // Blocks are persistent: block b takes items b, b + grid, b + 2 grid, ... of the list
-//   for each group, for each tile of n, for each tile of m
+//   for each group, for each strip of tiles of m, for each tile of n, for each tile of m
 // whose length only the device knows. A block keeps the running number of tiles of a window of
 // groups in shared memory and moves it forward as its items ask for later groups, so the number of
 // groups is not limited and costs no workspace.
 #pragma once
 
 #include "common.cuh"
+#include "grouped_gemm.h"
 
 namespace nvfp4::cuda {
 
 constexpr int kWindow = 512;  // groups whose prefix sums are in shared memory
-constexpr int kMaxThreads = 256;
 
 // One tile of one group: rows [row, row + rows) of the problem, columns from n on, k in
 // [k_begin, k_end).
@@ -21,22 +21,48 @@ struct GroupedTile {
   int rows;
 };
 
+template <int kThreads>
 struct ScheduleMemory {
   int ends[kWindow];   // last row of the group, exclusive
   int tiles[kWindow];  // tiles along m of the window's groups up to and with this one
-  int scan[2][kMaxThreads];
+  int scan[2][kThreads];
 };
 
 struct BlockBarrier {
   __device__ __forceinline__ static void sync() { __syncthreads(); }
 };
 
-// For `kThreads` threads, `thread` among them, which Barrier brings together.
-template <int kThreads, int kTileM, int kTileN, typename Barrier = BlockBarrier>
+constexpr int kNoStrips = 1 << 30;
+
+// Rows [begin, end) of the problem: what is outside is left out.
+struct RowWindow {
+  int64_t begin, end;
+};
+
+__device__ __forceinline__ RowWindow window_of(const GroupedPart& part) {
+  if (part.ends == nullptr) return {part.row_begin, part.row_begin + part.rows};
+  const int64_t last = part.ends[part.first_group + part.groups];
+  const int64_t begin = min(part.ends[part.first_group] + part.row_begin, last);
+  return {begin, min(begin + part.rows, last)};
+}
+
+// For `kThreads` threads, `thread` among them, which Barrier brings together. kStrip: tiles of m a
+// strip, so that tiles made at the same time share rows of both sides.
+template <int kThreads, int kTileM, int kTileN, typename Barrier = BlockBarrier,
+          int kStrip = kNoStrips>
 class Schedule {
  public:
-  __device__ Schedule(const GroupedGemmParams& p, ScheduleMemory* memory, int thread)
-      : p_(p), memory_(memory), thread_(thread), tiles_n_((p.n + kTileN - 1) / kTileN) {
+  __device__ Schedule(const GroupedGemmParams& p, ScheduleMemory<kThreads>* memory, int thread)
+      : Schedule(p, memory, thread, RowWindow{0, p.m}) {}
+
+  __device__ Schedule(const GroupedGemmParams& p, ScheduleMemory<kThreads>* memory, int thread,
+                      RowWindow window)
+      : p_(p),
+        memory_(memory),
+        thread_(thread),
+        tiles_n_((p.n + kTileN - 1) / kTileN),
+        rows_end_(window.end),
+        rows_before_(static_cast<int>(window.begin)) {
     if (!p.ragged_k && p.groups > 0) load_window();
   }
 
@@ -65,19 +91,25 @@ class Schedule {
     const int before = low ? memory_->tiles[low - 1] : 0;
     const int begin = low ? memory_->ends[low - 1] : rows_before_;
     const int of_group = memory_->tiles[low] - before;
-    const int64_t in_group = local - before * tiles_n_;
-    const int m_tile = static_cast<int>(in_group % of_group);
+    int64_t in_group = local - before * tiles_n_;
+    int strip = 0, width = of_group;
+    if (kStrip < of_group) {
+      strip = static_cast<int>(in_group / (kStrip * tiles_n_)) * kStrip;
+      in_group -= strip * tiles_n_;
+      width = min(kStrip, of_group - strip);
+    }
+    const int m_tile = strip + static_cast<int>(in_group % width);
     tile.group = first_ + low;
     tile.row = begin + int64_t{m_tile} * kTileM;
     tile.rows = static_cast<int>(min(int64_t{kTileM}, memory_->ends[low] - tile.row));
-    tile.n = in_group / of_group * kTileN;
+    tile.n = in_group / width * kTileN;
     tile.k_begin = 0;
     tile.k_end = p_.k;
     return true;
   }
 
-  // Rows of the problem that no group has: [rows_end(), m). Only after find() gave false.
-  __device__ int64_t rows_end() const { return count_ ? memory_->ends[count_ - 1] : 0; }
+  // Where the window's rows that no group has begin. Only after find() gave false.
+  __device__ int64_t rows_end() const { return count_ ? memory_->ends[count_ - 1] : rows_before_; }
 
  private:
   __device__ bool find_slice(int64_t index, GroupedTile& tile) {
@@ -114,7 +146,7 @@ class Schedule {
   }
 
   __device__ void load_window() {
-    static_assert(kWindow % kThreads == 0 && kThreads <= kMaxThreads);
+    static_assert(kWindow % kThreads == 0);
     constexpr int kEach = kWindow / kThreads;
     count_ = static_cast<int>(min(int64_t{kWindow}, p_.groups - first_));
     const int from = thread_ * kEach;
@@ -126,7 +158,7 @@ class Schedule {
     }
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      running = max(running, static_cast<int>(min(int64_t{ends[i]}, p_.m)));
+      running = max(running, static_cast<int>(min(int64_t{ends[i]}, rows_end_)));
       ends[i] = running;
     }
     Barrier::sync();  // everyone is done with the window before
@@ -157,12 +189,12 @@ class Schedule {
   static constexpr int kScans = log2(kThreads);
 
   const GroupedGemmParams& p_;
-  ScheduleMemory* const memory_;
+  ScheduleMemory<kThreads>* const memory_;
   const int thread_;
-  const int64_t tiles_n_;
+  const int64_t tiles_n_, rows_end_;
+  int rows_before_;
   int64_t first_ = 0;  // the window's first group
   int64_t tiles_before_ = 0;
-  int rows_before_ = 0;
   int count_ = 0;
 };
 
@@ -248,12 +280,12 @@ __device__ __forceinline__ void store_one(void* out, DType type, int64_t index, 
   }
 }
 
-// Rows [begin, m) of out become zero by `threads` threads of every block.
-__device__ __forceinline__ void zero_rows(const GroupedGemmParams& p, int64_t begin, int threads,
-                                          int thread, bool wide) {
+// Rows [begin, end) of out become zero by `threads` threads of every block.
+__device__ __forceinline__ void zero_rows(const GroupedGemmParams& p, int64_t begin, int64_t end,
+                                          int threads, int thread, bool wide) {
   const int64_t each = 8, vectors = (p.n + each - 1) / each;
   const float zeros[8] = {};
-  for (int64_t i = int64_t{blockIdx.x} * threads + thread; i < (p.m - begin) * vectors;
+  for (int64_t i = int64_t{blockIdx.x} * threads + thread; i < (end - begin) * vectors;
        i += int64_t{gridDim.x} * threads) {
     const int64_t row = begin + i / vectors, n = i % vectors * each;
     store_eight(p.out, p.out_type, row * p.n + n, zeros, static_cast<int>(min(each, p.n - n)),
@@ -267,17 +299,24 @@ NVFP4_HD bool wide_stores(const GroupedGemmParams& p) {
 
 template <typename Kernel, typename Args>
 void launch_persistent(const char* name, Kernel kernel, int64_t items, int threads,
-                       size_t shared_bytes, int blocks_per_sm, Stream stream, const Args& args) {
-  const int64_t resident = int64_t{current_device().sm_count} * blocks_per_sm;
+                       size_t shared_bytes, int blocks_per_sm, Stream stream, const Args& args,
+                       int cluster = 1) {
+  const int64_t resident = int64_t{current_device().sm_count} / cluster * blocks_per_sm;
   check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                              cudaFuncAttributeMaxDynamicSharedMemorySize,
                              static_cast<int>(shared_bytes)),
         "cudaFuncSetAttribute");
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(std::max<int64_t>(1, std::min(items, resident))));
+  config.gridDim =
+      dim3(static_cast<unsigned>(std::max<int64_t>(1, std::min(items, resident)) * cluster));
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = shared_bytes;
   config.stream = as_stream(stream);
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  config.attrs = &attribute;
+  config.numAttrs = cluster > 1 ? 1 : 0;
   check(cudaLaunchKernelEx(&config, kernel, args), name);
 }
 

@@ -32,8 +32,9 @@ constexpr int kQueue = 8;                      // tiles whose first step is unde
 constexpr int kMinStages = 3, kMaxStages = 6;  // wait_copies takes up to 4 pending
 static_assert(kMaxStages - 2 <= 4 && kMaxStages <= kQueue);
 
+template <int kThreads>
 struct Memory {
-  ScheduleMemory schedule;
+  ScheduleMemory<kThreads> schedule;
   GroupedTile queue[kQueue];
   bool queued[kQueue];  // false: there is no such tile, all are done
 };
@@ -221,11 +222,11 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kBlocks)
   constexpr int kThreads = kWarps * kWarpSize;
   const GroupedGemmParams& p = args.gemm;
   uint8_t* const shared = dynamic_shared();
-  Memory* const memory = reinterpret_cast<Memory*>(shared);
+  auto* const memory = reinterpret_cast<Memory<kThreads>*>(shared);
   constexpr uint32_t kStage =
       (kRowsPerLane + 1) * kThreads * kVectorBytes + kMTiles * 8 * kStepK * 2;
   const uint32_t ring =
-      shared_address(shared) + static_cast<uint32_t>((sizeof(Memory) + 127) / 128 * 128);
+      shared_address(shared) + static_cast<uint32_t>((sizeof(Memory<kThreads>) + 127) / 128 * 128);
   const uint32_t ring_end = ring + static_cast<uint32_t>(args.stages) * kStage;
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
   const int g = static_cast<int>(threadIdx.x) % kWarpSize / 4,
@@ -286,7 +287,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kBlocks)
   }
   wait_copies(0);
   if (!p.scatter)
-    zero_rows(p, schedule.rows_end(), kThreads, static_cast<int>(threadIdx.x), wide_stores(p));
+    zero_rows(p, schedule.rows_end(), p.m, kThreads, static_cast<int>(threadIdx.x), wide_stores(p));
 }
 
 // ------------------------------------------------------------------------------------------- host
@@ -331,7 +332,9 @@ void grouped_small_m(const GroupedGemmParams& p, int64_t rows, Stream stream) {
   args.steps = static_cast<int>(ceil_div(p.k, kStepK));
   args.tiles_per_row = ceil_div(p.k / kBlockSize, kTileCols);
   args.scale_stack = ceil_div(p.n, kTileRows) * args.tiles_per_row * kTileBytes;
-  const size_t fixed = (sizeof(Memory) + 127) / 128 * 128;
+  const size_t memory =
+      choice.warps == 4 ? sizeof(Memory<4 * kWarpSize>) : sizeof(Memory<8 * kWarpSize>);
+  const size_t fixed = (memory + 127) / 128 * 128;
   const size_t stage = size_t(choice.warps) * kWarpSize * (kRowsPerLane + 1) * kVectorBytes +
                        size_t(choice.m_tiles) * 8 * kStepK * 2;
   const auto per_block = static_cast<size_t>(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));

@@ -81,13 +81,6 @@ __device__ __forceinline__ void copy_bulk(uint32_t target, const void* source, u
 #endif
 }
 
-// This thread's writes to shared memory so far become visible to wgmma, once a barrier has passed.
-__device__ __forceinline__ void fence_shared_for_wgmma() {
-#if NVFP4_WGMMA
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-}
-
 __device__ __forceinline__ uint32_t load_shared_word(uint32_t address) {
   uint32_t v;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
@@ -101,6 +94,18 @@ __device__ __forceinline__ void load_matrices(uint32_t (&out)[4], uint32_t addre
                : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
                : "r"(address)
                : "memory");
+}
+
+// Stores the transposes of four 8 x 8 matrices: lane l has values 2 (l % 4) and 2 (l % 4) + 1 of
+// row l / 4 of each, and gives the address of row l % 8 of the transpose of matrix l / 8, 16 bytes.
+__device__ __forceinline__ void store_matrices_transposed(uint32_t address,
+                                                          const uint32_t (&words)[4]) {
+#if NVFP4_WGMMA
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+      "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+      : "memory");
+#endif
 }
 
 // ----------------------------------------------------------------------------------- warpgroups
@@ -144,6 +149,9 @@ __device__ __forceinline__ void pin_registers(float (&d)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+// And what is computed from this one.
+__device__ __forceinline__ void pin_register(uint32_t& v) { asm volatile("" : "+r"(v)::"memory"); }
+
 // Rows of 64 16-bit values along k, 128 bytes apart, 16-byte vectors exclusive-ored with row % 8;
 // the rows' start is a multiple of 1024 bytes, `address` is there or 32 i bytes further along k.
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
@@ -151,19 +159,34 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
   return kSwizzle128 | kEightRows | uint64_t{1} << 16 | (address & 0x3FFFF) >> 4;
 }
 
+// The same in parts: the half that changes with the address, where 16 bytes are 1, and the whole.
+__device__ __forceinline__ uint32_t wgmma_descriptor_low(uint32_t address) {
+  return static_cast<uint32_t>(wgmma_descriptor(address));
+}
+__device__ __forceinline__ uint64_t wgmma_descriptor_of(uint32_t low) {
+  return wgmma_descriptor(0) | low;
+}
+
 // d (64 x N) += a (64 x 16, in registers) b (N x 16, in shared memory)^T, N = 2 kCount. The
 // fragments are those of mma.m16n8k16, warp w of the warpgroup having rows 16 w ...
 // clang-format off
-#define NVFP4_D8(i) \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), \
-  "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define NVFP4_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define NVFP4_D8(i) NVFP4_D4(i), NVFP4_D4(i + 4)
 #define NVFP4_D32(i) NVFP4_D8(i), NVFP4_D8(i + 8), NVFP4_D8(i + 16), NVFP4_D8(i + 24)
-#define NVFP4_NAMES32 \
-  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
-  "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define NVFP4_NAMES4 "%0,%1,%2,%3"
+#define NVFP4_NAMES8 NVFP4_NAMES4 ",%4,%5,%6,%7"
+#define NVFP4_NAMES16 NVFP4_NAMES8 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define NVFP4_NAMES32 NVFP4_NAMES16 \
+  ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define NVFP4_NAMES64 NVFP4_NAMES32 \
   ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47," \
   "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define NVFP4_NAMES96 NVFP4_NAMES64 \
+  ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79," \
+  "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define NVFP4_NAMES128 NVFP4_NAMES96 \
+  ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111," \
+  "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 // The function for `count` sums a thread; `names` stands for them, `rest` for a, b and the flags.
 #define NVFP4_WGMMA_FUNCTION(count, shape, type, ptx_type, names, rest, ...)                    \
   __device__ __forceinline__ void wgmma(float (&d)[count], const uint32_t (&a)[4], uint64_t b, \
@@ -173,24 +196,49 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
                  : __VA_ARGS__                                                                  \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                         \
   }
+// The same with a in shared memory too, by descriptor.
+#define NVFP4_WGMMA_SHARED(count, shape, type, ptx_type, names, rest, ...)                    \
+  __device__ __forceinline__ void wgmma(float (&d)[count], uint64_t a, uint64_t b, type) {   \
+    asm volatile("wgmma.mma_async.sync.aligned." shape ".f32." ptx_type "." ptx_type          \
+                 " {" names "}, " rest ", 1, 1, 1, 0, 0;"                                     \
+                 : __VA_ARGS__                                                                \
+                 : "l"(a), "l"(b));                                                           \
+  }
 #define NVFP4_WGMMA_TYPES(count, shape, names, rest, ...)                                   \
   NVFP4_WGMMA_FUNCTION(count, shape, __nv_bfloat16, "bf16", names, rest, __VA_ARGS__) \
   NVFP4_WGMMA_FUNCTION(count, shape, __half, "f16", names, rest, __VA_ARGS__)
 
 #if NVFP4_WGMMA
+NVFP4_WGMMA_TYPES(4, "m64n8k16", NVFP4_NAMES4, "{%4,%5,%6,%7}, %8", NVFP4_D4(0))
+NVFP4_WGMMA_TYPES(8, "m64n16k16", NVFP4_NAMES8, "{%8,%9,%10,%11}, %12", NVFP4_D8(0))
+NVFP4_WGMMA_TYPES(16, "m64n32k16", NVFP4_NAMES16, "{%16,%17,%18,%19}, %20",
+                  NVFP4_D8(0), NVFP4_D8(8))
 NVFP4_WGMMA_TYPES(32, "m64n64k16", NVFP4_NAMES32, "{%32,%33,%34,%35}, %36", NVFP4_D32(0))
 NVFP4_WGMMA_TYPES(64, "m64n128k16", NVFP4_NAMES64, "{%64,%65,%66,%67}, %68",
                   NVFP4_D32(0), NVFP4_D32(32))
+NVFP4_WGMMA_SHARED(128, "m64n256k16", __nv_bfloat16, "bf16", NVFP4_NAMES128, "%128, %129",
+                   NVFP4_D32(0), NVFP4_D32(32), NVFP4_D32(64), NVFP4_D32(96))
+NVFP4_WGMMA_SHARED(128, "m64n256k16", __half, "f16", NVFP4_NAMES128, "%128, %129",
+                   NVFP4_D32(0), NVFP4_D32(32), NVFP4_D32(64), NVFP4_D32(96))
 #else
 template <int kCount, typename T>
 __device__ __forceinline__ void wgmma(float (&)[kCount], const uint32_t (&)[4], uint64_t, T) {}
+template <int kCount, typename T>
+__device__ __forceinline__ void wgmma(float (&)[kCount], uint64_t, uint64_t, T) {}
 #endif
 #undef NVFP4_WGMMA_TYPES
+#undef NVFP4_WGMMA_SHARED
 #undef NVFP4_WGMMA_FUNCTION
+#undef NVFP4_NAMES128
+#undef NVFP4_NAMES96
 #undef NVFP4_NAMES64
 #undef NVFP4_NAMES32
+#undef NVFP4_NAMES16
+#undef NVFP4_NAMES8
+#undef NVFP4_NAMES4
 #undef NVFP4_D32
 #undef NVFP4_D8
+#undef NVFP4_D4
 // clang-format on
 
 }  // namespace nvfp4::cuda

@@ -18,6 +18,7 @@
 #define __forceinline__ inline
 #define __noinline__
 #define __launch_bounds__(...)
+#define __grid_constant__
 #define __shared__ static  // blocks without a cluster run one at a time
 #define __align__(n) __attribute__((aligned(n)))
 
@@ -26,6 +27,9 @@ struct uint2 {
 };
 struct uint4 {
   unsigned x, y, z, w;
+};
+struct float2 {
+  float x, y;
 };
 struct float4 {
   float x, y, z, w;

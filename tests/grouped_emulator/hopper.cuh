@@ -1,11 +1,14 @@
 // csrc/cuda/hopper.cuh in portable C++; sets its guard. Included after cuda_emulator/ptx.cuh.
 //
-// A wgmma happens at once: what is tested is layouts and barriers, not the order of what is
-// asynchronous.
+// A wgmma happens at once; what a barrier in shared memory counts arrives when its phase ends, not
+// sooner.
 #define NVFP4_CUDA_HOPPER_CUH
 #define NVFP4_WGMMA 1
 
 #include <cuda_runtime.h>
+
+#include <cstdio>
+#include <cstdlib>
 
 struct cudaFuncAttributes {
   int numRegs;
@@ -18,13 +21,47 @@ inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, const void*)
 namespace emulator {
 void sync_named(int id, int threads);
 void arrive_named(int id, int threads);
+void init_counted(uint32_t barrier, int arrivals);
+// At block `rank`'s barrier: `arrivals`, and `bytes` more to wait for.
+void arrive_counted(uint32_t barrier, int rank, int arrivals, int64_t bytes);
+void wait_counted(uint32_t barrier, uint32_t parity);
+// `copy` is done, and `bytes` have arrived, when block `rank`'s barrier gets that far.
+void copy_counted(uint32_t barrier, int rank, int64_t bytes, std::function<void()> copy);
 }  // namespace emulator
 
 namespace nvfp4::cuda {
 
 inline void barrier_sync(int id, int threads) { emulator::sync_named(id, threads); }
 inline void barrier_arrive(int id, int threads) { emulator::arrive_named(id, threads); }
-inline void fence_shared_for_wgmma() {}
+inline void fail(const char* what) {
+  std::fprintf(stderr, "%s\n", what);
+  std::abort();
+}
+
+inline void barrier_init(uint32_t barrier, int arrivals) {
+  emulator::init_counted(barrier, arrivals);
+}
+inline void fence_barrier_init() {}
+inline void barrier_arrive(uint32_t barrier) {
+  emulator::arrive_counted(barrier, emulator::cluster_rank(), 1, 0);
+}
+inline void barrier_expect(uint32_t barrier, uint32_t bytes) {
+  emulator::arrive_counted(barrier, emulator::cluster_rank(), 1, bytes);
+}
+inline void barrier_wait(uint32_t barrier, uint32_t parity) {
+  emulator::wait_counted(barrier, parity);
+}
+
+inline void copy_bulk(uint32_t target, const void* source, uint32_t bytes, uint32_t barrier) {
+  if (target % 16 || reinterpret_cast<uintptr_t>(source) % 16 || bytes % 16) {
+    fail("misaligned bulk copy");
+  }
+  const int rank = emulator::cluster_rank();
+  emulator::copy_counted(barrier, rank, bytes, [=] {
+    std::memcpy(emulator::shared_memory(rank) + target, source, bytes);
+  });
+}
+
 template <int>
 void take_registers() {}
 template <int>
@@ -35,6 +72,7 @@ template <int>
 void wgmma_wait() {}
 template <int kCount>
 void pin_registers(float (&)[kCount]) {}
+inline void pin_register(uint32_t&) {}
 
 inline uint32_t load_shared_word(uint32_t address) {
   uint32_t v;
@@ -50,7 +88,29 @@ inline void load_matrices(uint32_t (&out)[4], uint32_t address) {
   }
 }
 
-inline uint64_t wgmma_descriptor(uint32_t address) { return address; }
+inline void store_matrices_transposed(uint32_t address, const uint32_t (&words)[4]) {
+  const auto* all = emulator::exchange({{address, words[0], words[1], words[2], words[3]}});
+  const int row = emulator::lane() / 4, column = 2 * (emulator::lane() % 4);
+  for (int i = 0; i < 4; ++i) {
+    for (int c = 0; c < 2; ++c) {
+      const uint32_t to = all[8 * i + column + c].word[0] + row * 2;
+      const uint16_t value = static_cast<uint16_t>(words[i] >> (16 * c));
+      std::memcpy(dynamic_shared() + to, &value, 2);
+    }
+  }
+}
+
+inline uint32_t wgmma_descriptor_low(uint32_t address) { return address / 16; }
+inline uint64_t wgmma_descriptor_of(uint32_t low) { return uint64_t{low} * 16; }
+
+// The 16-bit value whose address, before the swizzle, is this.
+template <typename T>
+float shared_element(uint32_t address, T type) {
+  address ^= (address >> 7 & 7) << 4;
+  uint16_t bits;
+  std::memcpy(&bits, dynamic_shared() + address, 2);
+  return pair_element(bits, 0, type);
+}
 
 // The hardware's address of k vector `v` (16 bytes) of row n: bits 6..4 exclusive-ored with bits
 // 9..7, of the address itself.
@@ -64,11 +124,25 @@ void wgmma(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b, T type) {
     for (int k = 0; k < 16; ++k) {
       const int lane = row % 8 * 4 + k % 8 / 2;
       const float left = pair_element(all[lane].word[(row >= 8) + (k >= 8) * 2], k % 2, type);
-      uint32_t address = static_cast<uint32_t>(b) + column * 128 + k * 2;
-      address ^= (address >> 7 & 7) << 4;
-      uint16_t bits;
-      std::memcpy(&bits, dynamic_shared() + address, 2);
-      sum += double{left} * pair_element(bits, 0, type);
+      sum += double{left} * shared_element(static_cast<uint32_t>(b) + column * 128 + k * 2, type);
+    }
+    d[i] = static_cast<float>(sum);
+  }
+}
+
+// Both sides in shared memory: a warp has rows 16 w ... of a.
+template <int kCount, typename T>
+void wgmma(float (&d)[kCount], uint64_t a, uint64_t b, T type) {
+  emulator::exchange({});  // all of a warp together
+  const int first = static_cast<int>(threadIdx.x) / 32 % 4 * 16;
+  const int group = emulator::lane() / 4, in_group = emulator::lane() % 4;
+  for (int i = 0; i < kCount; ++i) {
+    const uint32_t row = first + group + (i / 2 % 2) * 8;
+    const uint32_t column = i / 4 * 8 + 2 * in_group + i % 2;
+    double sum = d[i];
+    for (int k = 0; k < 16; ++k) {
+      sum += double{shared_element(static_cast<uint32_t>(a) + row * 128 + k * 2, type)} *
+             shared_element(static_cast<uint32_t>(b) + column * 128 + k * 2, type);
     }
     d[i] = static_cast<float>(sum);
   }

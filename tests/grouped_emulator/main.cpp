@@ -10,11 +10,13 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <random>
 #include <string>
 #include <vector>
 
 #include "cuda/grouped_gemm.h"
+#include "cuda/grouped_schedule.cuh"
 #include "cuda_bf16.h"
 #include "cuda_fp16.h"
 #include "kernels.h"
@@ -25,19 +27,70 @@
 
 namespace emulator {
 
-Barrier named[16];
+constexpr int kMaxCluster = 2;
+Barrier named[kMaxCluster][16];
 
 void sync_named(int id, int threads) {
-  named[id].expected = threads;
-  wait(named[id]);
+  Barrier& b = named[cluster_rank()][id];
+  b.expected = threads;
+  wait(b);
 }
 
 void arrive_named(int id, int threads) {
-  Barrier& b = named[id];
+  Barrier& b = named[cluster_rank()][id];
   b.expected = threads;
   if (++b.arrived < threads) return;
   b.arrived = 0;
   ++b.generation;
+}
+
+// Barriers that count bytes, by block and place.
+struct Counted {
+  Barrier barrier;
+  int64_t bytes = 0;  // to come, less those that came
+  std::vector<std::function<void()>> copies;
+};
+std::map<std::pair<int, uint32_t>, Counted> counted;
+
+void init_counted(uint32_t barrier, int arrivals) {
+  Counted& c = counted[{cluster_rank(), barrier}];
+  c = {};
+  c.barrier.expected = arrivals;
+}
+
+void end_phase(Counted& c) {
+  if (c.barrier.arrived < c.barrier.expected || c.bytes != 0) return;
+  for (const auto& copy : c.copies) copy();
+  c.copies.clear();
+  c.barrier.arrived = 0;
+  ++c.barrier.generation;
+}
+
+void arrive_counted(uint32_t barrier, int rank, int arrivals, int64_t bytes) {
+  Counted& c = counted.at({rank, barrier});
+  c.barrier.arrived += arrivals;
+  c.bytes += bytes;
+  if (c.barrier.arrived > c.barrier.expected) {
+    std::fprintf(stderr, "more arrivals than a barrier's phase has\n");
+    std::abort();
+  }
+  end_phase(c);
+}
+
+void copy_counted(uint32_t barrier, int rank, int64_t bytes, std::function<void()> copy) {
+  Counted& c = counted.at({rank, barrier});
+  c.copies.push_back(std::move(copy));
+  c.bytes -= bytes;
+  end_phase(c);
+}
+
+void wait_counted(uint32_t barrier, uint32_t parity) {
+  Barrier& b = counted.at({cluster_rank(), barrier}).barrier;
+  while (b.generation % 2 == parity) {
+    current->waiting = &b;
+    current->generation = b.generation;
+    swapcontext(&current->context, &scheduler);
+  }
 }
 
 }  // namespace emulator
@@ -286,6 +339,63 @@ int report(const char* name, const Outcome& outcome) {
   return outcome.failed || !outcome.cases;
 }
 
+// The list of tiles alone: every row and column of a window once, in strips of three tiles of rows.
+std::vector<cuda::GroupedTile> listed;
+
+void list_tiles(const GroupedGemmParams p, cuda::RowWindow window) {
+  auto* const memory = reinterpret_cast<cuda::ScheduleMemory<32>*>(cuda::dynamic_shared());
+  cuda::Schedule<32, 4, 8, cuda::BlockBarrier, 3> schedule(p, memory, static_cast<int>(threadIdx.x),
+                                                           window);
+  cuda::GroupedTile tile;
+  for (int64_t item = 0; schedule.find(item, tile); ++item) {
+    if (threadIdx.x == 0) listed.push_back(tile);
+  }
+}
+
+int test_schedule() {
+  Outcome outcome;
+  for (int i = 0; i < 40; ++i) {
+    const int64_t m = 1 + rng() % 200, groups = 1 + rng() % (i % 8 ? 12 : 1200);
+    Buffer offs(groups * 4), ends((groups + 1) * 4);
+    std::vector<int32_t> want(groups + 1, 0);
+    for (int64_t e = 0; e < groups; ++e) {
+      const int64_t end = static_cast<int64_t>(rng() % (m + 20)) - 10;
+      offs.as<int32_t>()[e] = static_cast<int32_t>(i % 2 ? end : m * e / groups);
+      const int64_t inside = std::clamp<int64_t>(offs.as<int32_t>()[e], 0, m);
+      want[e + 1] = std::max(want[e], static_cast<int32_t>(inside));
+    }
+    GroupedGemmParams p;
+    p.offs = offs.as<int32_t>();
+    p.groups = groups;
+    p.m = m;
+    p.n = 1 + rng() % 60;
+    const int64_t begin = rng() % 3 ? 0 : rng() % m;
+    const cuda::RowWindow window{begin, rng() % 3 ? m : begin + rng() % (m - begin + 1)};
+    listed.clear();
+    emulator::launch(dim3(1), dim3(32), 1, sizeof(cuda::ScheduleMemory<32>),
+                     [&] { list_tiles(p, window); });
+    const int64_t tiles_n = (p.n + 7) / 8;
+    std::vector<int> count(m * tiles_n);
+    bool right = true;
+    for (const auto& tile : listed) {
+      const bool inside =
+          tile.rows > 0 && tile.n < p.n && tile.row >= std::max<int64_t>(want[tile.group], begin) &&
+          tile.row + tile.rows <= std::min<int64_t>(want[tile.group + 1], window.end);
+      right = right && inside;
+      for (int r = 0; inside && r < tile.rows; ++r) ++count[(tile.row + r) * tiles_n + tile.n / 8];
+    }
+    for (int64_t r = 0; r < m; ++r) {
+      const bool has = r >= window.begin && r < std::min<int64_t>(window.end, want[groups]);
+      for (int64_t c = 0; c < tiles_n; ++c) right = right && count[r * tiles_n + c] == has;
+    }
+    cuda::grouped_ends(p, ends.as<int32_t>(), nullptr);
+    right = right && std::memcmp(ends.data(), want.data(), (groups + 1) * 4) == 0;
+    ++outcome.cases;
+    outcome.failed += !right;
+  }
+  return report("schedule", outcome);
+}
+
 int test_general() {
   Outcome outcome;
   const Run run = [](const GroupedGemmParams& p) {
@@ -312,33 +422,107 @@ int test_general() {
   return report("grouped_general", outcome);
 }
 
-// Kernels for a dense A and packed weights with swizzled scales.
-int test_dense_a(const char* name, Run run) {
+// Kernels for ragged M, from these kinds of A and B. Quick: one case in `thin`.
+int test_rows(const char* name, Run run, std::vector<Kind> a_kinds, std::vector<Kind> b_kinds,
+              unsigned thin = 3) {
   Outcome outcome;
   constexpr int64_t kShapes[][4] = {{1, 1, 32, 1},     {5, 8, 96, 3},      {40, 24, 128, 4},
                                     {70, 136, 256, 3}, {130, 264, 160, 2}, {64, 300, 416, 9},
                                     {33, 8, 1056, 2},  {20, 16, 64, 600},  {300, 520, 64, 2},
-                                    {9, 600, 640, 2},  {80, 72, 544, 20}};
+                                    {9, 600, 640, 2},  {80, 72, 544, 20},  {90, 8, 96, 60}};
   for (const auto& [m, n, k, e] : kShapes) {
-    for (const Kind ka : {kBf16, kFp16}) {
-      for (int i = 0; i < 3; ++i) {
-        if (quick && (m * n * k > 3000000 || rng() % 3)) continue;
-        run_case(outcome, run, name, ka, kSwizzled, false, m, n, k, e, i == 2);
+    for (const Kind ka : a_kinds) {
+      for (const Kind kb : b_kinds) {
+        if (ka >= kBf16 && kb >= kBf16 && ka != kb) continue;
+        for (int i = 0; i < 3; ++i) {
+          if (quick && (m * n * k > 3000000 || rng() % thin)) continue;
+          run_case(outcome, run, name, ka, kb, false, m, n, k, e, i == 2);
+        }
       }
     }
   }
   return report(name, outcome);
 }
 
+void require_barriers_at_rest() {
+  for (const auto& block : emulator::named) {
+    for (const auto& barrier : block) {
+      if (barrier.arrived == 0) continue;
+      std::printf("  a named barrier is left half full\n");
+      std::exit(1);
+    }
+  }
+}
+
+DType product_type(const GroupedGemmParams& p) {
+  if (p.a.scale == nullptr) return p.a.type;
+  return p.b.scale == nullptr ? p.b.type : DType::kBFloat16;
+}
+
+// In parts of a third of the rows.
 template <int kRows>
 bool run_wgmma(const GroupedGemmParams& p) {
-  if (!cuda::grouped_small_m_takes(p)) return false;
-  cuda::grouped_wgmma(p, kRows, nullptr);
-  for (const auto& barrier : emulator::named) {
-    if (barrier.arrived == 0) continue;
-    std::printf("  a named barrier is left half full\n");
-    return false;
+  if (!cuda::grouped_small_m_weights(p) || !cuda::grouped_unpack_takes(p.a)) return false;
+  const int64_t pitch = round_up(p.k, 128);
+  cuda::GroupedPart part;
+  part.groups = p.groups;
+  const int64_t rows = p.m / 3 + 1;
+  Buffer a(rows * pitch * 2);
+  cuda::grouped_zero(p, nullptr);
+  for (; part.row_begin < p.m; part.row_begin += rows) {
+    part.rows = std::min(rows, p.m - part.row_begin);
+    cuda::grouped_unpack_rows(p, part, product_type(p), cuda::KOrder::kArranged, pitch, a.data(),
+                              nullptr);
+    cuda::grouped_wgmma(p, part, a.data(), product_type(p), pitch, kRows, nullptr);
   }
+  require_barriers_at_rest();
+  return true;
+}
+
+// In parts of a few groups, `kRows` rows and half of the columns.
+template <int kRows>
+bool run_dense(const GroupedGemmParams& p) {
+  if (p.ragged_k || p.k == 0 || !cuda::grouped_unpack_takes(p.a)) return false;
+  const bool unpack_b = p.b.scale != nullptr;
+  if (!cuda::grouped_unpack_takes(p.b)) return false;
+  const bool unpack_a = p.gather || p.a.scale;
+  const int64_t pitch = round_up(p.k, 128), rows = std::min<int64_t>(p.m, kRows);
+  const int64_t groups = unpack_b ? std::min(2 + p.groups / 4, p.groups) : p.groups;
+  const int64_t n = unpack_b ? round_up((p.n + 1) / 2, 8) : p.n;
+  Buffer a(unpack_a ? rows * pitch * 2 : 0), b(unpack_b ? groups * n * pitch * 2 : 0);
+  Buffer ends((p.groups + 1) * 4);
+  cuda::grouped_ends(p, ends.as<int32_t>(), nullptr);
+  cuda::grouped_zero(p, nullptr);
+  cuda::grouped_zero_rest(p, ends.as<int32_t>() + p.groups, nullptr);
+  cuda::DenseSides sides;
+  sides.type = product_type(p);
+  sides.a = unpack_a ? a.data() : p.a.data;
+  sides.a_rows = unpack_a ? rows : p.a_rows;
+  sides.a_pitch = unpack_a ? pitch : p.a.row_stride;
+  sides.a_of_part = unpack_a;
+  sides.b = unpack_b ? b.data() : p.b.data;
+  sides.b_pitch = unpack_b ? pitch : p.b.row_stride;
+  cuda::GroupedPart part;
+  part.ends = ends.as<int32_t>();
+  for (; part.first_group < p.groups; part.first_group += groups) {
+    part.groups = std::min(groups, p.groups - part.first_group);
+    for (sides.n_begin = 0; sides.n_begin < p.n; sides.n_begin += n) {
+      sides.n = std::min(n, p.n - sides.n_begin);
+      if (unpack_b) {
+        cuda::grouped_unpack_weights(p, part, sides.n_begin, sides.n, sides.type, pitch, b.data(),
+                                     nullptr);
+      }
+      for (part.row_begin = 0; part.row_begin < p.m; part.row_begin += rows) {
+        part.rows = std::min(rows, p.m - part.row_begin);
+        if (unpack_a) {
+          cuda::grouped_unpack_rows(p, part, sides.type, cuda::KOrder::kPlain, pitch, a.data(),
+                                    nullptr);
+        }
+        cuda::grouped_dense(p, part, sides, nullptr);
+      }
+    }
+  }
+  require_barriers_at_rest();
   return true;
 }
 
@@ -360,18 +544,27 @@ int main(int argc, char** argv) {
                        [&](const char* one) { return std::strcmp(one, name) == 0; });
   };
   quick = named("quick");
-  for (const char* name : {"small", "wgmma", "general"}) any = any || named(name);
+  for (const char* name : {"schedule", "small", "wgmma", "dense", "general"})
+    any = any || named(name);
   const auto wanted = [&](const char* name) { return !any || named(name); };
+  const std::vector<Kind> dense_a = {kBf16, kFp16}, any_kind = {kSwizzled, kLinear, kBf16, kFp16};
   int failed = 0;
+  if (wanted("schedule")) failed += test_schedule();
   if (wanted("small")) {
-    failed += test_dense_a("small_m 8", run_small<8>);
-    failed += test_dense_a("small_m 16", run_small<16>);
-    failed += test_dense_a("small_m 32", run_small<32>);
-    failed += test_dense_a("small_m 64", run_small<64>);
+    failed += test_rows("small_m 8", run_small<8>, dense_a, {kSwizzled});
+    failed += test_rows("small_m 16", run_small<16>, dense_a, {kSwizzled});
+    failed += test_rows("small_m 32", run_small<32>, dense_a, {kSwizzled});
+    failed += test_rows("small_m 64", run_small<64>, dense_a, {kSwizzled});
   }
   if (wanted("wgmma")) {
-    failed += test_dense_a("wgmma 64", run_wgmma<64>);
-    failed += test_dense_a("wgmma 128", run_wgmma<128>);
+    failed += test_rows("wgmma 8", run_wgmma<8>, any_kind, {kSwizzled});
+    failed += test_rows("wgmma 16", run_wgmma<16>, any_kind, {kSwizzled});
+    failed += test_rows("wgmma 32", run_wgmma<32>, any_kind, {kSwizzled});
+    failed += test_rows("wgmma 64", run_wgmma<64>, any_kind, {kSwizzled});
+  }
+  if (wanted("dense")) {
+    failed += test_rows("dense 40", run_dense<40>, any_kind, any_kind, 12);
+    failed += test_rows("dense 512", run_dense<512>, any_kind, any_kind, 12);
   }
   if (wanted("general")) failed += test_general();
   return failed;

@@ -1,0 +1,67 @@
+// Hopper's copies by descriptor: boxes of a matrix in memory to shared memory, to one block's or to
+// several of a cluster.
+//
+// As with ptx.cuh, a test that runs the kernels on a CPU sets the guard and brings its own.
+#ifndef NVFP4_CUDA_TENSOR_COPY_CUH
+#define NVFP4_CUDA_TENSOR_COPY_CUH
+
+#include <cuda.h>  // types: the driver is asked for its functions at run time
+
+#include <cstdint>
+
+#include "hopper.cuh"
+
+namespace nvfp4::cuda {
+
+constexpr int kBoxBytes = 128;  // of a row
+
+// Describes boxes of `box_rows` rows x kBoxBytes of a row-major matrix of bytes or 16-bit values.
+// In shared memory a box is what wgmma's descriptors say: rows of 128 bytes, their 16-byte vectors
+// exclusive-ored with row % 8. What is outside the matrix arrives as zeros.
+// `data` and `row_bytes` are multiples of 16.
+CUtensorMap tensor_map(const void* data, int element_bytes, int64_t rows, int64_t columns,
+                       int64_t row_bytes, int box_rows);
+
+// At the barrier in the same place of block `rank` of the cluster. Says that this thread is done
+// reading, and no more: writes need not be visible there, which would cost a fence of all memory.
+__device__ __forceinline__ void barrier_arrive_cluster(uint32_t barrier, int rank) {
+#if NVFP4_WGMMA
+  asm volatile(
+      "{.reg .u32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];}" ::"r"(barrier),
+      "r"(rank)
+      : "memory");
+#endif
+}
+
+// The box whose first element is (row, column); `target` is a multiple of 1024 bytes. Its bytes,
+// those outside the matrix too, are counted on `barrier`.
+__device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap& map, int column,
+                                         int row, uint32_t barrier) {
+#if NVFP4_WGMMA
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3}], [%4];" ::"r"(target),
+      "l"(&map), "r"(column), "r"(row), "r"(barrier)
+      : "memory");
+#endif
+}
+
+// The same to the same place of every block of the cluster in `blocks`, counted on each one's
+// barrier.
+__device__ __forceinline__ void copy_box_to(uint32_t blocks, uint32_t target,
+                                            const CUtensorMap& map, int column, int row,
+                                            uint32_t barrier) {
+#if NVFP4_WGMMA
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(target),
+      "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"(static_cast<uint16_t>(blocks))
+      : "memory");
+#endif
+}
+
+}  // namespace nvfp4::cuda
+
+#endif
