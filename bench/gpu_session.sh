@@ -20,11 +20,12 @@ PYTHON="${PYTHON:-python3}"
 BUDGET_S="${BUDGET_S:-560}"
 
 declare -A LIMIT=(
-  [build]=300 [env]=30 [test]=180 [ladder]=60 [gemm]=90 [producer]=150 [overhead]=45
+  [build]=300 [env]=30 [test]=180 [matrix]=60 [ladder]=60 [gemm]=90 [grouped]=45 [producer]=150
+  [overhead]=45
   [ncu]=120 [memcheck]=90 [racecheck]=90 [initcheck]=90 [twogpu]=60
   [sweeps]=420 [l2]=90 [gate]=330
 )
-DEFAULT=(env test ladder gemm producer overhead ncu memcheck racecheck initcheck)
+DEFAULT=(env test matrix ladder gemm grouped producer overhead ncu memcheck racecheck initcheck)
 
 if [ "${1:-}" = --list ]; then
   for name in build "${DEFAULT[@]}" twogpu sweeps l2 gate; do echo "$name ${LIMIT[$name]}"; done
@@ -63,9 +64,12 @@ PROGRAM
 
 test_() { "$PYTHON" -m pytest -m gpu -q -p no:cacheprovider; }
 
+matrix() { mkdir -p "$RESULTS/matrix" && "$PYTHON" -m tests.matrix --json "$RESULTS/matrix/h200.json"; }
+
 bench() { "$PYTHON" -m "bench.$1" --device cuda --out "$RESULTS" ${BENCH_ARGS:-}; }
 ladder() { "$PYTHON" -m bench.ladder_check --device cuda --out "$RESULTS"; }
 gemm() { bench gemm && draw; }
+grouped() { bench grouped; }
 producer() { bench producer; }
 overhead() { bench overhead; }
 draw() { "$PYTHON" -m bench.plot "$RESULTS/gemm.json" || true; }
@@ -83,7 +87,7 @@ memcheck() { sanitizer memcheck; }
 # A process a part: the tool itself can stop with an internal error.
 racecheck() {
   local part failed=0
-  for part in producers gemm mid decoded; do sanitizer racecheck --only "$part" || failed=1; done
+  for part in producers gemm mid decoded grouped; do sanitizer racecheck --only "$part" || failed=1; done
   return "$failed"
 }
 initcheck() { sanitizer initcheck --only producers gemm mid; }
@@ -139,7 +143,7 @@ run_section() {
   pack
 }
 
-FUNCTIONS="$(declare -f build env_ test_ bench ladder gemm producer overhead draw ncu_ sanitizer \
+FUNCTIONS="$(declare -f build env_ test_ matrix bench ladder gemm grouped producer overhead draw ncu_ sanitizer \
   memcheck racecheck initcheck twogpu sweeps l2 gate)
 \"\$SESSION_FUNCTION\""
 export PYTHON RESULTS LOGS WORK

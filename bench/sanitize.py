@@ -10,17 +10,21 @@ own kernels a sanitizer checks too: exclude them by name.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from bench.check import Operand, WrongOutput, agreement, ops, require_same_bytes
+from nvfp4_linear.grouped import grouped_gemm
 
 SIZES = ((1, 16), (5, 48), (33, 80), (129, 528))  # rows, k
 GEMM_SIZES = ((1, 1, 16), (7, 33, 80), (16, 129, 528), (32, 72, 1040))  # m, n, k
 MID_SIZES = ((33, 24, 64), (64, 136, 544), (130, 72, 544), (257, 136, 544))
 DECODED_SIZES = ((33, 24, 48), (600, 72, 528))
+GROUPED_SIZES = (((5, 0, 33), 136, 96), ((70, 1, 290), 264, 544))  # rows of each group, n, k
+GROUPED_VARIABLE = "NVFP4_GROUPED_KERNEL"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SEED = 7
 
@@ -114,11 +118,44 @@ def device_gemm(
     return ops.gemm(*tensors, alpha, bias, out_dtype)
 
 
+def grouped(device: str) -> Iterator[str]:
+    """grouped_gemm by every kernel. Scales of 1 and few terms: sums are exact in any order."""
+    rng = torch.Generator().manual_seed(SEED)
+    for sizes, n, k in GROUPED_SIZES:
+        m = sum(sizes) + 3
+        offs = torch.tensor(sizes).cumsum(0).int()
+        codes = [
+            torch.randint(0, 256, shape, generator=rng, dtype=torch.uint8)
+            for shape in ((m, k // 2), (len(sizes), n, k // 2))
+        ]
+        a_scale = torch.ones(m, k // 16).to(torch.float8_e4m3fn)
+        b_scale = ops.swizzle_scales(torch.ones(n, k // 16).to(torch.float8_e4m3fn))
+        b_scale = b_scale.view(torch.uint8).expand(len(sizes), -1, -1).contiguous()
+        packed = (*codes, a_scale, b_scale.view(torch.float8_e4m3fn), offs)
+        dense = (ops.dequantize(codes[0], a_scale, swizzled=False, out_dtype=torch.bfloat16),)
+        dense += (codes[1], None, *packed[3:])
+        index = torch.randperm(m, generator=rng).int()
+        routing = {"gather": index, "scatter": torch.where(index % 5 == 0, -1, index)}
+        for a, arguments in (("packed", packed), ("dense", dense)):
+            there = [None if x is None else x.to(device) for x in arguments]
+            for options in ({}, routing):
+                expected = grouped_gemm(*arguments, **options)
+                on_device = {key: x.to(device) for key, x in options.items()}
+                for kernel in ("general", "small", "wgmma", "dense"):
+                    name = f"grouped_gemm {sizes} {n}x{k}, a {a}, {[*options]}, {kernel}"
+                    os.environ[GROUPED_VARIABLE] = kernel
+                    got = grouped_gemm(*there, **on_device)
+                    del os.environ[GROUPED_VARIABLE]
+                    require_same_bytes(name, got, expected)
+                    yield name
+
+
 PARTS = {
     "producers": producers,
     "gemm": lambda device: gemms(device, GEMM_SIZES),
     "mid": lambda device: gemms(device, MID_SIZES),
     "decoded": lambda device: gemms(device, DECODED_SIZES),
+    "grouped": grouped,
 }
 
 

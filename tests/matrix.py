@@ -6,7 +6,7 @@ reach code together that each alone does not. So a few `Case`s expand over
     tile       the planner's own, or one that it is given
     rows       none, gather, scatter, both; and slices of K with padding between them
     gamma      without, with
-    schedule   the planner's own kernel for the groups, or one of the three that it chooses from
+    schedule   the planner's own kernel for the groups, or one of the four that it chooses from
     backend    cpu, cuda
 
 A combination outside the contract is skipped by name: the first of `RULES` that applies, with its
@@ -54,7 +54,7 @@ SMALL_M = 32  # rows up to which gemm_small_m takes a packed b on CUDA
 TILES = ("default", "explicit")
 ROWS = ("none", "gather", "scatter", "both", "k-padded-a", "k-padded-b")
 GAMMA = (False, True)
-SCHEDULES = ("default", "general", "small", "wgmma")
+SCHEDULES = ("default", "general", "small", "wgmma", "dense")
 BACKENDS = ("cpu", "cuda")
 
 # Legal wherever a kernel takes one. strips, k_warps and cluster are gemm_small_m's, stages the
@@ -251,9 +251,14 @@ RULES = [
         lambda case, v: v.schedule in ("small", "wgmma") and not takes_packed_weights(case, v),
     ),
     Rule(
+        "dense-needs-ragged-m",
+        "dense makes tiles of groups of rows",
+        lambda case, v: v.schedule == "dense" and v.rows.startswith("k-padded"),
+    ),
+    Rule(
         "wgmma-is-hoppers",
-        "this GPU has no wgmma",
-        lambda case, v: v.schedule == "wgmma" and not is_hopper(),
+        "this GPU has no wgmma, which wgmma and dense use",
+        lambda case, v: v.schedule in ("wgmma", "dense") and not is_hopper(),
     ),
 ]
 

@@ -18,6 +18,7 @@ from compare import INPUTS, assert_same_bytes, make_input
 from helpers import cuda_missing
 
 import bench.gemm
+import bench.grouped
 import bench.producer
 from bench import ladder_check, overhead, plot, profile, report, sanitize, timing, traffic
 from bench.baseline import Baseline
@@ -50,6 +51,7 @@ MIB = 1 << 20
     [
         (bench.producer, "producer"),
         (bench.gemm, "gemm"),
+        (bench.grouped, "grouped"),
         (overhead, "overhead"),
         (ladder_check, "ladder"),
     ],
@@ -79,6 +81,11 @@ def test_a_cpu_run_leaves_the_committed_results_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     assert bench.gemm.main([*QUICK, "--only", "gemm 1x"]) == 0
     assert not list(tmp_path.iterdir())
+
+
+def test_session_has_a_section_for_each_benchmark():
+    listed = session("--list").stdout.split()
+    assert {"producer", "gemm", "grouped", "overhead", "ladder", "matrix"} <= set(listed)
 
 
 def test_only_selects_cases(tmp_path):

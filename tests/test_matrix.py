@@ -22,19 +22,22 @@ from nvfp4_linear.grouped import grouped_gemm
 NAMES = [case.name for case in CASES]
 BY_NAME = {case.name: case for case in CASES}
 
-# Executed, and skipped by rule, of the 96 variants a case has on one backend.
-PLAIN = {"rows-are-grouped": 80, "gamma-is-grouped": 8}
-PLAIN_CPU = (1, PLAIN | {"cpu-has-one-tile": 4, "cpu-has-one-schedule": 3})
-PLAIN_CUDA = (1, PLAIN | {"plain-has-one-schedule": 6, "tile-is-gemm-small-ms": 1})
-SMALL_M_CUDA = (2, PLAIN | {"plain-has-one-schedule": 6})
-# The planner's own schedule and the general one, that one with a tile too: 3 of 6 rows × gamma.
-GENERAL_CUDA = (36, {"tile-is-the-general-kernels": 36, "schedule-needs-packed-weights": 24})
+# Executed, and skipped by rule, of the 120 variants a case has on one backend.
+VARIANTS = 120
+PLAIN = {"rows-are-grouped": 100, "gamma-is-grouped": 10}
+PLAIN_CPU = (1, PLAIN | {"cpu-has-one-tile": 5, "cpu-has-one-schedule": 4})
+PLAIN_CUDA = (1, PLAIN | {"plain-has-one-schedule": 8, "tile-is-gemm-small-ms": 1})
+SMALL_M_CUDA = (2, PLAIN | {"plain-has-one-schedule": 8})
+# The planner's own schedule and the general one, that one with a tile too: 3 of 6 rows × gamma; and
+# dense, where M is ragged.
+GROUPED = {"tile-is-the-general-kernels": 48, "dense-needs-ragged-m": 4}
+GENERAL_CUDA = (44, GROUPED | {"schedule-needs-packed-weights": 24})
 # And small and wgmma, where M is ragged.
-PACKED_CUDA = (52, {"tile-is-the-general-kernels": 36, "schedule-needs-packed-weights": 8})
+PACKED_CUDA = (60, GROUPED | {"schedule-needs-packed-weights": 8})
 COUNTS = {
     ("cpu", "plain"): PLAIN_CPU,
     ("cpu", "axes"): PLAIN_CPU,
-    ("cpu", "ragged"): (12, {"cpu-has-one-tile": 48, "cpu-has-one-schedule": 36}),
+    ("cpu", "ragged"): (12, {"cpu-has-one-tile": 60, "cpu-has-one-schedule": 48}),
     ("cuda", "plain"): PLAIN_CUDA,
     ("cuda", "axes"): PLAIN_CUDA,
     ("cuda", "plain-decode"): SMALL_M_CUDA,
@@ -44,15 +47,17 @@ COUNTS = {
     ("cuda", "ragged-nvfp4"): PACKED_CUDA,
     ("cuda", "ragged-decode"): PACKED_CUDA,
 }
-WGMMA = 8  # of PACKED_CUDA: four rows × gamma
+WGMMA = 8  # variants of wgmma, and of dense: four rows × gamma
 
 
 def counts(case: Case, device: str) -> tuple[int, dict[str, int]]:
-    """What `COUNTS` says, less wgmma where the GPU has none."""
+    """What `COUNTS` says, less wgmma and dense where the GPU has no wgmma."""
     executed, skip_rules = COUNTS.get((device, case.name), COUNTS[device, case.mode])
-    if (executed, skip_rules) == PACKED_CUDA and not matrix.is_hopper():
-        return executed - WGMMA, skip_rules | {"wgmma-is-hoppers": WGMMA}
-    return executed, skip_rules
+    schedules = {GENERAL_CUDA[0]: 1, PACKED_CUDA[0]: 2}.get(executed, 0)
+    if device == "cpu" or not schedules or matrix.is_hopper():
+        return executed, skip_rules
+    skipped = schedules * WGMMA
+    return executed - skipped, skip_rules | {"wgmma-is-hoppers": skipped}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -61,7 +66,7 @@ def test_case(device, name):
     print(outcome)
     assert outcome.failures == {}
     assert (outcome.executed, outcome.skip_rules) == counts(BY_NAME[name], device)
-    assert outcome.collected == outcome.executed + outcome.skipped == 96
+    assert outcome.collected == outcome.executed + outcome.skipped == VARIANTS
 
 
 def test_the_studys_two_cases():
@@ -94,7 +99,7 @@ def test_records(tmp_path, monkeypatch, capsys):
     assert f"{CASES[0].name} " in capsys.readouterr().out
     [record] = json.loads(target.read_text())
     assert list(record) == ["case", "collected", "executed", "skipped", "skip_rules"]
-    assert record["collected"] == record["executed"] + record["skipped"] == 192
+    assert record["collected"] == record["executed"] + record["skipped"] == 2 * VARIANTS
     assert record["skipped"] == sum(record["skip_rules"].values())
 
 
