@@ -1,6 +1,7 @@
 #include "ladder.h"
 
 #include <algorithm>
+#include <array>
 #include <cstdio>
 #include <cstdlib>
 #include <map>
@@ -12,6 +13,7 @@
 #include "check.h"
 #include "cublaslt/json.h"
 #include "cublaslt/library.h"
+#include "cuda/small_m_hopper_plan.h"
 #include "faults_for_tests.h"
 #include "nvfp4.h"
 
@@ -120,11 +122,39 @@ void choose_chunks(const GemmRequest& r, Route* route) {
   route->m_chunk = choose_rows(r.m, route->n_chunk, rows, r.device.sm_count);
 }
 
-bool takes_mid_m(const GemmRequest& r) {
-  return !r.dense_b && r.m <= cuda::kMidMMax && r.device.cc_major == 9 && r.device.cc_minor == 0 &&
-         r.k > 0 && r.k % (2 * kBlockSize) == 0 && r.alignment >= 16 &&
+// What the fused kernels for Hopper ask for.
+bool suits_hopper(const GemmRequest& r) {
+  return !r.dense_b && r.device.cc_major == 9 && r.device.cc_minor == 0 && r.k > 0 &&
+         r.k % (2 * kBlockSize) == 0 && r.alignment >= 16 &&
          (!r.dense_a || r.a_row_stride % 8 == 0);
 }
+
+// hopper_pays of the last weights, by thread.
+bool hopper_pays(const GemmRequest& r) {
+  struct Entry {
+    int64_t n = 0, k = 0;
+    int sm_count = 0;
+    bool pays = false;
+  };
+  constexpr size_t kEntries = 64;
+  static thread_local std::array<Entry, kEntries> entries;
+  const uint64_t hash = static_cast<uint64_t>(r.n) * 0x9E3779B97F4A7C15u +
+                        static_cast<uint64_t>(r.k) * 0xC2B2AE3D27D4EB4Fu;
+  Entry& e = entries[hash >> 58];
+  if (e.n != r.n || e.k != r.k || e.sm_count != r.device.sm_count) {
+    e = {r.n, r.k, r.device.sm_count, cuda::hopper_pays(r.n, r.k, r.device.sm_count)};
+  }
+  return e.pays;
+}
+
+// Explicit tiles, and the fault in a planner, are gemm_small_m's.
+bool takes_small_m_hopper(const GemmRequest& r) {
+  return r.m <= cuda::kSmallMHopperMax && suits_hopper(r) && r.k < (int64_t{1} << 24) &&
+         hopper_pays(r) && explicit_tile.load(std::memory_order_relaxed).strips == 0 &&
+         !has_fault(Fault::kPlannerUncapped);
+}
+
+bool takes_mid_m(const GemmRequest& r) { return suits_hopper(r) && r.m <= cuda::kMidMMax; }
 
 void find_emulated(const GemmRequest& r, Route* route) {
   if (!has_emulation(r.device)) return;
@@ -133,6 +163,10 @@ void find_emulated(const GemmRequest& r, Route* route) {
                         : r.out_type == DType::kFloat16 ? DType::kFloat16
                                                         : DType::kBFloat16;
   route->decoded_type = decoded == DType::kFloat16 ? ElementType::kFp16 : ElementType::kBf16;
+  if (takes_small_m_hopper(r)) {
+    route->kernel = EmulatedKernel::kSmallMHopper;
+    return;
+  }
   if (!r.dense_b && r.m <= cuda::kSmallMMax) {
     route->kernel = EmulatedKernel::kSmallM;
     return;
@@ -356,6 +390,8 @@ const char* kernel_name(const Route& route) {
   switch (route.kernel) {
     case EmulatedKernel::kSmallM:
       return "gemm_small_m";
+    case EmulatedKernel::kSmallMHopper:
+      return "gemm_small_m_hopper";
     case EmulatedKernel::kMidM:
       return "gemm_mid_m";
     case EmulatedKernel::kDecode:

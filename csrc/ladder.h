@@ -43,10 +43,11 @@ struct GemmRequest {
 };
 
 enum class EmulatedKernel {
-  kSmallM,  // one fused kernel: reads a packed B once
-  kMidM,    // the same for more rows, on Hopper, with A's image in a workspace
-  kDecode,  // decode a chunk, then cuBLASLt; see chunk sizes
-  kSlices,  // the fused kernel, kSmallMMax rows at a time: where cuBLASLt can't be had
+  kSmallM,        // one fused kernel: reads a packed B once
+  kSmallMHopper,  // the same on Hopper, for aligned operands
+  kMidM,          // the same for more rows, on Hopper, with A's image in a workspace
+  kDecode,        // decode a chunk, then cuBLASLt; see chunk sizes
+  kSlices,        // the fused kernel, kSmallMMax rows at a time: where cuBLASLt can't be had
 };
 
 struct Route {

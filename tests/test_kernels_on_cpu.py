@@ -81,3 +81,21 @@ def test_kernels_on_the_emulator(tmp_path):
     objects["quantize"] = blackwell
     compile_cxx(*objects.values(), "-o", tmp_path / "emulated_blackwell")
     run(tmp_path / "emulated_blackwell", "quantize")
+
+
+def test_small_m_hopper_on_the_emulator(tmp_path):
+    """gemm_small_m_hopper's every result, its rings, barriers and clusters included."""
+    here = TESTS / "small_m_hopper_emulator"
+    includes = [f"-I{CSRC / 'cuda'}", f"-I{EMULATOR}", "-Wno-unused-parameter", "-Wno-clobbered"]
+    headers = ["-include", EMULATOR / "ptx.cuh", "-include", here / "hopper.cuh"]
+
+    def build(source: Path, *before: str | Path) -> Path:
+        target = tmp_path / f"{source.stem}.o"
+        flags = [*includes, "-Wno-unknown-pragmas", "-c", *before]
+        compile_cxx(*flags, source, "-o", target)
+        return target
+
+    kernel = build(CSRC / "cuda" / "gemm_small_m_hopper.cu", *headers, "-x", "c++")
+    device = build(CSRC / "cuda" / "device.cu", *headers[:2], "-x", "c++")
+    compile_cxx(kernel, device, build(here / "main.cpp"), "-o", tmp_path / "emulated")
+    run(tmp_path / "emulated")

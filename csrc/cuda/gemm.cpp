@@ -255,7 +255,12 @@ void gemm(const GemmParams& p, const Tensor& like, Stream stream) {
       if (run_nvfp4(p, request, route, like, stream).empty()) return;
       continue;  // every plan of the rung is retired by now: the next route is the next rung
     }
-    if (route.kernel == EmulatedKernel::kSmallM) return run_small_m(p, stream);
+    if (route.kernel == EmulatedKernel::kSmallMHopper && gemm_small_m_hopper_built()) {
+      return gemm_small_m_hopper(fused_params(p), stream);
+    }
+    if (route.kernel == EmulatedKernel::kSmallM || route.kernel == EmulatedKernel::kSmallMHopper) {
+      return run_small_m(p, stream);
+    }
     if (route.kernel == EmulatedKernel::kMidM) return run_mid_m(p, like, stream);
     if (route.kernel == EmulatedKernel::kDecode) {
       const std::string reasons = run_decoded(p, request, route, like, stream);

@@ -97,6 +97,7 @@ void launch(dim3 grid, dim3 block, int cluster, size_t shared_bytes,
 }  // namespace emulator
 
 inline void __syncthreads() { emulator::sync_block(); }
+inline void __syncwarp() { emulator::exchange({}); }
 inline float __shfl_xor_sync(unsigned, float v, int mask) {
   const auto* all = emulator::exchange({{__float_as_uint(v)}});
   return __uint_as_float(all[emulator::lane() ^ mask].word[0]);
@@ -127,13 +128,17 @@ enum cudaDeviceAttr {
   cudaDevAttrMaxSharedMemoryPerBlockOptin,
 };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
-enum cudaLaunchAttributeID { cudaLaunchAttributeClusterDimension };
+enum cudaLaunchAttributeID {
+  cudaLaunchAttributeClusterDimension,
+  cudaLaunchAttributeProgrammaticStreamSerialization,
+};
 struct cudaLaunchAttribute {
   cudaLaunchAttributeID id;
   struct {
     struct {
       unsigned x, y, z;
     } clusterDim;
+    int programmaticStreamSerializationAllowed;
   } val;
 };
 struct cudaLaunchConfig_t {

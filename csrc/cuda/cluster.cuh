@@ -1,0 +1,59 @@
+// Hopper's clusters, and kernels that overlap with the one ahead: one function each.
+//
+// Husks in code for other targets. As with ptx.cuh, a test that runs the kernels on a CPU sets the
+// guard and brings its own.
+#ifndef NVFP4_CUDA_CLUSTER_CUH
+#define NVFP4_CUDA_CLUSTER_CUH
+
+#include "hopper.cuh"
+
+namespace nvfp4::cuda {
+
+// cluster_arrive that lets others see nothing but initialized barriers.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+#if NVFP4_WGMMA
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+#endif
+}
+
+// Which cluster of the grid.
+__device__ __forceinline__ unsigned cluster_index() {
+  unsigned index = 0;
+#if NVFP4_WGMMA
+  asm("mov.u32 %0, %%clusterid.x;" : "=r"(index));
+#endif
+  return index;
+}
+
+// v to `address` of block `rank`'s shared memory; its four bytes are counted on the barrier at
+// `barrier` there.
+__device__ __forceinline__ void store_cluster_async(uint32_t address, int rank, float v,
+                                                    uint32_t barrier) {
+#if NVFP4_WGMMA
+  asm volatile(
+      "{.reg .u32 there, counted;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mapa.shared::cluster.u32 counted, %3, %1;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], %2, [counted];}" ::"r"(
+          address),
+      "r"(rank), "r"(__float_as_uint(v)), "r"(barrier)
+      : "memory");
+#endif
+}
+
+// The next kernel of the stream may be launched, if it asks to be before this one has ended.
+__device__ __forceinline__ void allow_next_kernel() {
+#if NVFP4_WGMMA
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+// Until the kernel ahead has ended and all it wrote is visible.
+__device__ __forceinline__ void await_kernel_ahead() {
+#if NVFP4_WGMMA
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+}  // namespace nvfp4::cuda
+
+#endif

@@ -1,0 +1,645 @@
+// The fused GEMM for few rows of A, as Hopper likes it: gemm_small_m.cu's arithmetic, other
+// plumbing.
+//
+//   out (m, n) = T(fma(alpha, acc, bias)),  acc = sum_k A[m, k] B[n, k] in FP32, m <= 32
+//
+// What bounds it is first the bandwidth of B, then the instructions that decode it: the integer
+// pipe, which mma.sync blocks as well, is busy most of the time. What is left is to start early and
+// to end fast:
+// - A warp brings B's rows by cp.async in whole lines of 128 bytes, 256 k, into a ring in shared
+//   memory that it has to itself: 32 rows, n = 128 tile + 8 w + g + 32 j for g < 8, j < 4, and
+//   their scales, four tiles of 128x4. Lane (g, t) multiplies 64 consecutive k of each of its four
+//   rows: one word of scales a row. Vectors are exclusive-ored with g, so that no bank is met
+//   twice.
+// - Warps of their own lay A out in shared memory, decoded where it is packed, in a ring of chunks
+//   of 256 k that all warps of the block read: for each eight k of a lane 16 bytes, in the order
+//   in which the tensor cores take them (see decode8_split).
+// - Three groups of four warps share a block: beside each other along n, or along k. The blocks of
+//   a cluster split k. Each warp sends its sums straight to the block that adds them up, in a fixed
+//   order: the same bytes in every run. A NaN scale of row n reaches row n of B's products only.
+// - The next kernel of the stream may be launched while this one runs, and this one may have been:
+//   whatever comes before await_kernel_ahead touches no global memory.
+#include <array>
+#include <mutex>
+
+#include "cluster.cuh"
+#include "common.cuh"
+#include "decode.cuh"
+#include "hopper.cuh"
+#include "small_m_hopper_plan.h"
+
+namespace nvfp4::cuda {
+namespace {
+
+constexpr int kVectorBytes = 16;
+constexpr int kRowBytes = kHopperChunk / 2;  // of a row of B, a chunk
+constexpr int kChunkTiles = kHopperChunk / kBlockSize / kTileCols;
+constexpr int kLaneK = kHopperChunk / 4;  // consecutive k of a lane
+constexpr int kRowsPerLane = 4;           // j
+constexpr int kStripRows = 8 * kRowsPerLane;
+constexpr int kGroupWarps = 4;
+constexpr int kGroupThreads = kGroupWarps * kWarpSize;
+constexpr int kThreads = (kHopperGroups + 1) * kGroupThreads;
+constexpr uint32_t kCodesBytes = kStripRows * kRowBytes;  // of a warp's stage
+constexpr uint32_t kScalesBytes = kChunkTiles * 8 * kVectorBytes;
+constexpr uint32_t kStageBytes = kCodesBytes + kScalesBytes;
+constexpr uint32_t kFragmentBytes = kWarpSize * kVectorBytes;  // A: eight rows, eight k a lane
+static_assert(kStageBytes == kHopperStageBytes);
+
+struct Args {
+  SmallMParams gemm;
+  int row_groups;  // groups of warps beside each other along n: 1 or kHopperGroups
+  int cluster;
+  int chunks,
+      longer;  // of k: a block has `chunks`, the first `longer` blocks of a cluster one more
+  int share;   // rows of B whose sums a block adds up
+  uint32_t per_share;  // 2^20 / share, rounded up
+  float unit;
+  int m, k;
+  int row_tiles, last_row;  // tiles of B's rows; the last row in the last of them
+  int tiles_per_row;        // scale tiles along k
+};
+
+// The parts of shared memory, one behind the other.
+template <int kTiles>
+struct Layout {
+  using Ring = HopperRing<kTiles>;
+  static constexpr uint32_t kSlotBytes = 8 * kTiles * kFragmentBytes;  // a chunk of A
+  static constexpr uint32_t kSlots = 0;
+  static constexpr uint32_t kStages = kSlots + Ring::kSlots * kSlotBytes;
+  static constexpr uint32_t kSums =
+      kStages + kHopperGroups * kGroupWarps * Ring::kStages * kStageBytes;
+  static constexpr uint32_t kBarriers = kSums + hopper_sums_bytes(8 * kTiles);
+  static constexpr uint32_t kReceived = kBarriers + Ring::kSlots * 16;
+  static constexpr uint32_t kBytes = kReceived + 16;
+  static_assert(kBytes <= kHopperShared);
+};
+
+__device__ __forceinline__ uint32_t word(const uint4& v, int i) {
+  return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
+}
+
+// ------------------------------------------------------------------------- A in shared memory
+//
+// Slot of a chunk: for v < 2, w < 4, tile of eight rows, lane (row, t): 16 bytes,
+// A[8 tile + row][64 t + 32 v + 8 w + i] for i = 0 4 1 5 2 6 3 7. Rows past m are left as they are:
+// their sums are dropped. A warp has the v of its parity and every other unit of rows; it loads a
+// unit at a time, many of them under way. Loads are never skipped, what lies past the end is
+// brought back to the end: a branch a load costs more.
+
+// Dense: units of two rows; lanes take four t, two rows, four w.
+template <typename T, bool kPackedA, int kTiles>
+struct Unit {
+  static constexpr int kWarps = 4;             // that share a chunk
+  static constexpr int kOfChunk = 2 * kTiles;  // a warp's
+  static constexpr int kBatch = 8;
+  uint4 value;
+
+  __device__ __forceinline__ static int row(int unit, int warp, int lane) {
+    return 4 * unit + warp / 2 * 2 + lane / 4 % 2;
+  }
+  __device__ __forceinline__ static int first_k(int warp, int lane) {
+    return lane % 4 * kLaneK + warp % 2 * 32 + lane / 8 * 8;
+  }
+  __device__ __forceinline__ void load(const Args& a, int unit, int chunk, int warp, int lane) {
+    const SmallMParams& q = a.gemm;
+    const int k = min(chunk * kHopperChunk + first_k(warp, lane), a.k - 8);
+    value = load_cached(static_cast<const uint16_t*>(q.a) +
+                        (q.a_row_begin + min(row(unit, warp, lane), a.m - 1)) * q.a_row_stride + k);
+  }
+  __device__ __forceinline__ void store(const Args& a, uint32_t slot, int unit, int chunk, int warp,
+                                        int lane) const {
+    const int m = row(unit, warp, lane), fragment = warp % 2 * 4 + lane / 8;
+    if (m >= a.m) return;
+    uint4 v = value;
+    if (chunk * kHopperChunk + first_k(warp, lane) >= a.k) v = make_uint4(0, 0, 0, 0);
+    store_shared(
+        slot + (fragment * kTiles + m / 8) * kFragmentBytes + (m % 8 * 4 + lane % 4) * kVectorBytes,
+        make_uint4(permute_bytes(v.x, v.z, 0x5410), permute_bytes(v.x, v.z, 0x7632),
+                   permute_bytes(v.y, v.w, 0x5410), permute_bytes(v.y, v.w, 0x7632)));
+  }
+};
+
+// Packed: units of eight rows, 32 k a lane.
+template <typename T, int kTiles>
+struct Unit<T, true, kTiles> {
+  static constexpr int kWarps = kTiles == 1 ? 2 : 4;
+  static constexpr int kOfChunk = 2 * kTiles / kWarps;
+  static constexpr int kBatch = 4;
+  uint4 codes;
+  uint32_t scales;
+
+  __device__ __forceinline__ static int tile(int unit, int warp) { return 2 * unit + warp / 2; }
+  __device__ __forceinline__ static int first_k(int warp, int lane) {
+    return lane % 4 * kLaneK + warp % 2 * 32;
+  }
+  __device__ __forceinline__ void load(const Args& a, int unit, int chunk, int warp, int lane) {
+    const SmallMParams& q = a.gemm;
+    const int k = min(chunk * kHopperChunk + first_k(warp, lane), a.k - 32);
+    const int64_t m = q.a_row_begin + min(8 * tile(unit, warp) + lane / 4, a.m - 1);
+    codes = load_cached(static_cast<const uint8_t*>(q.a) + (m * a.k + k) / 2);
+    scales = __ldg(reinterpret_cast<const uint16_t*>(
+        q.a_scale + swizzled_offset(m, k / kBlockSize, a.tiles_per_row)));
+  }
+  __device__ __forceinline__ void store(const Args& a, uint32_t slot, int unit, int chunk, int warp,
+                                        int lane) const {
+    if (8 * tile(unit, warp) + lane / 4 >= a.m) return;
+    const bool past = chunk * kHopperChunk + first_k(warp, lane) >= a.k;
+    uint32_t s[2];
+    scale_pairs(past ? 0 : scales, s, T{});
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      uint32_t r[4];
+      decode8_split<T>(word(codes, w), s[w / 2], r);
+      store_shared(slot + ((warp % 2 * 4 + w) * kTiles + tile(unit, warp)) * kFragmentBytes +
+                       lane * kVectorBytes,
+                   make_uint4(r[0], r[1], r[2], r[3]));
+    }
+  }
+};
+
+// One warp's part of A's chunks [first, first + chunks), in the order of k: whoever waits for a
+// chunk may rely on the ones before.
+template <typename T, bool kPackedA, int kTiles>
+struct Stager {
+  using U = Unit<T, kPackedA, kTiles>;
+  static constexpr int kSlots = HopperRing<kTiles>::kSlots;
+  static constexpr int kArrivals = U::kWarps * kWarpSize;
+  static_assert(kSlots >= kHopperGroups);
+
+  const Args& a;
+  int first, chunks, warp, lane;
+  uint32_t slots, barriers;
+  U batch[2][U::kBatch];  // one under way while the other is stored
+
+  __device__ Stager(const Args& args, int first_chunk, int count, uint32_t slots_at,
+                    uint32_t barriers_at)
+      : a(args),
+        first(first_chunk),
+        chunks(count),
+        warp(static_cast<int>(threadIdx.x) / kWarpSize % kGroupWarps),
+        lane(static_cast<int>(threadIdx.x) % kWarpSize),
+        slots(slots_at),
+        barriers(barriers_at) {}
+
+  // Units are counted through all chunks.
+  template <int kWhich>
+  __device__ __forceinline__ void load(int unit) {
+#pragma unroll
+    for (int i = 0; i < U::kBatch; ++i) {
+      const int u = unit + i;
+      batch[kWhich][i].load(a, u % U::kOfChunk, first + u / U::kOfChunk, warp, lane);
+    }
+  }
+
+  template <int kWhich>
+  __device__ __forceinline__ void store(int unit) {
+#pragma unroll
+    for (int i = 0; i < U::kBatch; ++i) {
+      const int u = (unit + i) % U::kOfChunk, c = (unit + i) / U::kOfChunk, slot = c % kSlots;
+      if (c >= chunks) return;
+      if (u == 0) barrier_wait(barriers + slot * 16 + 8, (c / kSlots + 1) & 1);
+      batch[kWhich][i].store(a, slots + slot * Layout<kTiles>::kSlotBytes, u, first + c, warp,
+                             lane);
+      if (u == U::kOfChunk - 1) barrier_arrive(barriers + slot * 16);
+    }
+  }
+
+  // Once load<0>(0) is under way.
+  __device__ __forceinline__ void run() {
+    if (warp >= U::kWarps) return;
+    for (int unit = 0; unit < chunks * U::kOfChunk; unit += 2 * U::kBatch) {
+      load<1>(unit + U::kBatch);
+      store<0>(unit);
+      load<0>(unit + 2 * U::kBatch);
+      store<1>(unit + U::kBatch);
+    }
+  }
+};
+
+// ------------------------------------------------------------------------------ B: a warp's ring
+
+struct WeightRing {
+  const uint8_t *codes, *scales;          // of this lane, in the next chunk
+  uint32_t row[kRowsPerLane * 2];         // where its rows begin, from there
+  int k_left, scale_k_left;               // from this lane's piece to the end of its rows
+  int to_issue, k_step;                   // chunks of this warp left; k from one to the next
+  uint32_t begin, end, filling, reading;  // stages
+  uint32_t code_target[2], scale_target;
+
+  // Lane (r, p): 16-byte piece p of rows r, r + 4, ... of the warp's 32, and of scale tile r.
+  __device__ WeightRing(const Args& a, int tile, int w, int lane, int first, int k_groups,
+                        int steps, uint32_t ring, int stages) {
+    const SmallMParams& q = a.gemm;
+    const int r = lane / 8, p = lane % 8;
+    const int read = min(tile, a.row_tiles - 1);  // past the end: as the last, dropped
+    const int last = read == a.row_tiles - 1 ? a.last_row : kTileRows - 1;
+    const uint32_t pitch = static_cast<uint32_t>(a.k) / 2;
+    codes = q.b + int64_t{read} * (kTileRows * pitch) + first * kRowBytes + p * kVectorBytes;
+#pragma unroll
+    for (int i = 0; i < kRowsPerLane * 2; ++i) {
+      row[i] = static_cast<uint32_t>(min(8 * w + r + i % 2 * 4 + i / 2 * 32, last)) * pitch;
+    }
+    scales = q.b_scale + (int64_t{read} * a.tiles_per_row + first * kChunkTiles + r) * kTileBytes +
+             (8 * w + p) * kVectorBytes;
+    k_left = a.k - first * kHopperChunk - p * 32;
+    scale_k_left = a.k - first * kHopperChunk - r * kLaneK;
+    to_issue = steps;
+    k_step = k_groups * kHopperChunk;
+    begin = filling = reading = ring;
+    end = ring + stages * kStageBytes;
+    code_target[0] = r * kRowBytes + (p ^ r) * kVectorBytes;
+    code_target[1] = (r + 4) * kRowBytes + (p ^ (r + 4)) * kVectorBytes;
+    scale_target = kCodesBytes + r * (kScalesBytes / kChunkTiles) + (p ^ 2 * r) * kVectorBytes;
+  }
+
+  __device__ __forceinline__ void advance(uint32_t& stage) const {
+    stage = stage + kStageBytes == end ? begin : stage + kStageBytes;
+  }
+
+  // Nothing is read past the end of a row: zeros there.
+  __device__ __forceinline__ void issue() {
+    if (to_issue-- > 0) {
+      const int valid = k_left > 0 ? kVectorBytes : 0;
+#pragma unroll
+      for (int i = 0; i < kRowsPerLane * 2; ++i) {
+        copy_async(filling + code_target[i % 2] + i / 2 * 8 * kRowBytes, codes + row[i], valid);
+      }
+      copy_async(filling + scale_target, scales, scale_k_left > 0 ? kVectorBytes : 0);
+      codes += k_step / 2;
+      scales += k_step / kBlockSize / kTileCols * kTileBytes;
+      k_left -= k_step;
+      scale_k_left -= k_step;
+    }
+    commit_copies();  // an empty group keeps the count
+    advance(filling);
+  }
+
+  __device__ __forceinline__ uint4 codes_of(int v, int j, int g, int t) const {
+    return load_shared(reading + (8 * j + g) * kRowBytes + ((2 * t + v) ^ g) * kVectorBytes);
+  }
+  __device__ __forceinline__ uint4 scales_of(int g, int t) const {
+    return load_shared(reading + kCodesBytes + t * (kScalesBytes / kChunkTiles) +
+                       (g ^ 2 * t) * kVectorBytes);
+  }
+};
+
+// -------------------------------------------------------------------------------------- main loop
+
+template <int kTiles>
+struct Accumulators {
+  float c[kRowsPerLane / 2][kTiles][4];  // pairs of rows (j, j + 1), tiles of A, mma's four
+};
+
+// Half of a lane's k, 32 of each row. scales: a row's two of them in bits 0..15. activations: this
+// lane's fragment of the half's first eight k.
+template <typename T, int kTiles>
+__device__ __forceinline__ void multiply_half(const uint4 (&codes)[kRowsPerLane],
+                                              const uint32_t (&scales)[kRowsPerLane],
+                                              uint32_t activations, Accumulators<kTiles>& acc) {
+  uint32_t scale[kRowsPerLane][2];
+#pragma unroll
+  for (int j = 0; j < kRowsPerLane; ++j) scale_pairs(scales[j], scale[j], T{});
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    uint4 x[kTiles];
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      x[i] = load_shared(activations + (w * kTiles + i) * kFragmentBytes);
+    }
+    uint32_t b[2][2][4];  // pair of rows, first or second four k, mma's four
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      uint32_t low[4], high[4];
+      decode8_split<T>(word(codes[2 * r], w), scale[2 * r][w / 2], low);
+      decode8_split<T>(word(codes[2 * r + 1], w), scale[2 * r + 1][w / 2], high);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        b[r][h][0] = low[2 * h];
+        b[r][h][1] = high[2 * h];
+        b[r][h][2] = low[2 * h + 1];
+        b[r][h][3] = high[2 * h + 1];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) mma(acc.c[r][i], b[r][0], x[i].x, x[i].y, T{});
+#pragma unroll
+      for (int r = 0; r < 2; ++r) mma(acc.c[r][i], b[r][1], x[i].z, x[i].w, T{});
+    }
+  }
+}
+
+// Chunks [chunk, chunk + k_groups, ...) of the block's, `steps` of them; b has its first under way.
+template <typename T, int kTiles>
+__device__ __forceinline__ void multiply(WeightRing& b, int chunk, int steps, int k_groups,
+                                         int k_left, int g, int t, uint32_t slots,
+                                         uint32_t barriers, Accumulators<kTiles>& acc) {
+  constexpr int kSlots = HopperRing<kTiles>::kSlots, kStages = HopperRing<kTiles>::kStages;
+  const int lane = 4 * g + t;
+  for (int step = 0; step < steps; ++step) {
+    wait_copies<kStages - 1>();
+    __syncwarp();
+    uint4 scales = b.scales_of(g, t);
+    if (k_left < kLaneK) {  // the row's end: padding counts as 0 whatever it is
+      scales.x &= 0xFFFFu;
+      scales.y &= 0xFFFFu;
+      scales.z &= 0xFFFFu;
+      scales.w &= 0xFFFFu;
+    }
+    const int slot = chunk % kSlots;
+    const uint32_t activations = slots + slot * Layout<kTiles>::kSlotBytes + lane * kVectorBytes;
+    barrier_wait(barriers + slot * 16, chunk / kSlots & 1);
+#pragma unroll
+    for (int v = 0; v < 2; ++v) {
+      uint4 codes[kRowsPerLane];
+      uint32_t two[kRowsPerLane];
+#pragma unroll
+      for (int j = 0; j < kRowsPerLane; ++j) {
+        codes[j] = b.codes_of(v, j, g, t);
+        two[j] = word(scales, j) >> (16 * v);
+      }
+      if (v == 1) {
+        __syncwarp();  // the stage has been read
+        b.issue();
+        b.advance(b.reading);
+      }
+      multiply_half<T, kTiles>(codes, two, activations + v * 4 * kTiles * kFragmentBytes, acc);
+    }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(barriers + slot * 16 + 8);
+    chunk += k_groups;
+    k_left -= k_groups * kHopperChunk;
+  }
+  wait_copies<0>();
+}
+
+// ------------------------------------------------------------------------------------ reduction
+//
+// Block r of a cluster adds up the rows [r share, (r + 1) share) of the block's rows of B. It
+// receives [block of the cluster][group along k][row of A][row of B].
+
+template <int kTiles>
+__device__ __forceinline__ void send_sums(const Args& a, int rank, int k_groups, int k_group,
+                                          int row_group, int w, int g, int t, uint32_t sums,
+                                          uint32_t received, const Accumulators<kTiles>& acc) {
+  const uint32_t set = sums + (rank * k_groups + k_group) * a.m * a.share * 4;
+#pragma unroll
+  for (int j = 0; j < kRowsPerLane; ++j) {
+    const uint32_t row = row_group * kTileRows + 32 * j + 8 * w + g;
+    const uint32_t owner = row * a.per_share >> 20;
+    const uint32_t target = set + (row - owner * a.share) * 4;
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int m = 8 * i + 2 * t + c;
+        if (m >= a.m) continue;
+        store_cluster_async(target + m * a.share * 4, static_cast<int>(owner),
+                            acc.c[j / 2][i][j % 2 * 2 + c], received);
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ void store_as(void* out, DType type, int64_t index, float v) {
+  switch (type) {
+    case DType::kFloat32:
+      static_cast<float*>(out)[index] = from_float<float>(v);
+      break;
+    case DType::kBFloat16:
+      static_cast<__nv_bfloat16*>(out)[index] = from_float<__nv_bfloat16>(v);
+      break;
+    default:
+      static_cast<__half*>(out)[index] = from_float<__half>(v);
+  }
+}
+
+// Adds the sets in ascending order, applies the epilogue, stores. first: of this block's rows of B.
+__device__ __forceinline__ void finish(const Args& a, int64_t first, int rows, int sets,
+                                       const float* sums) {
+  const SmallMParams& q = a.gemm;
+  const float alpha = load_scalar(q.alpha);
+  for (int e = static_cast<int>(threadIdx.x); e < a.m * rows; e += kThreads) {
+    const int m = e / rows, r = e - m * rows;
+    if (first + r >= q.n) continue;
+    const float* at = sums + m * a.share + r;
+    const int set = a.m * a.share;
+    float acc = at[0];
+    for (int s = 1; s < sets; ++s) acc += at[s * set];
+    const float bias = q.bias ? load_as_float(q.bias, q.bias_type, first + r) : 0.0f;
+    store_as(q.out, q.out_type, m * q.n + first + r, fma_rn(alpha, acc * a.unit, bias));
+  }
+}
+
+template <typename T, bool kPackedA, int kTiles>
+__global__ void __launch_bounds__(kThreads, 1) small_m_hopper_kernel(const Args a) {
+  if (NVFP4_WGMMA) {  // else an empty kernel, see describe_device
+    using Ring = HopperRing<kTiles>;
+    using Place = Layout<kTiles>;
+    using Staged = Stager<T, kPackedA, kTiles>;
+    const uint32_t shared = shared_address(dynamic_shared());
+    const uint32_t slots = shared + Place::kSlots, barriers = shared + Place::kBarriers;
+    const uint32_t received = shared + Place::kReceived;
+    const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
+    const int lane = static_cast<int>(threadIdx.x) % kWarpSize, g = lane / 4, t = lane % 4;
+    const int group = warp / kGroupWarps, w = warp % kGroupWarps;
+    const int rank = a.cluster > 1 ? cluster_rank() : 0;
+    const int block = static_cast<int>(a.cluster > 1 ? cluster_index() : blockIdx.x);
+    const int first = rank * a.chunks + min(rank, a.longer);
+    const int chunks = a.chunks + (rank < a.longer ? 1 : 0);
+    const bool beside = a.row_groups > 1;
+    const int row_group = beside ? group : 0, k_group = beside ? 0 : group;
+    const int k_groups = beside ? 1 : kHopperGroups;
+    const int sets = a.cluster * k_groups;
+    const int own_rows = max(min(a.share, a.row_groups * kTileRows - rank * a.share), 0);
+
+    if (threadIdx.x == 0) {
+      for (int s = 0; s < Ring::kSlots; ++s) {
+        barrier_init(barriers + s * 16, Staged::kArrivals);
+        barrier_init(barriers + s * 16 + 8, kGroupWarps * a.row_groups);
+      }
+      barrier_init(received, 1);
+      fence_barrier_init();
+      barrier_expect(received, static_cast<uint32_t>(own_rows * a.m * sets * 4));
+    }
+    allow_next_kernel();
+    await_kernel_ahead();
+    if (group == kHopperGroups) {
+      Staged stager(a, first, chunks, slots, barriers);
+      stager.template load<0>(0);
+      __syncthreads();
+      cluster_arrive_relaxed();
+      stager.run();
+      cluster_wait();
+    } else {
+      const int steps = (chunks - k_group + k_groups - 1) / k_groups;
+      const int first_of_group = first + k_group;
+      WeightRing b(a, block * a.row_groups + row_group, w, lane, first_of_group, k_groups, steps,
+                   shared + Place::kStages + warp * Ring::kStages * kStageBytes, Ring::kStages);
+      b.issue();
+      __syncthreads();  // before all the copies: A waits for it too
+      cluster_arrive_relaxed();
+#pragma unroll
+      for (int s = 1; s < Ring::kStages; ++s) b.issue();
+      Accumulators<kTiles> acc = {};
+      const int k_left = a.k - first_of_group * kHopperChunk - t * kLaneK;
+      multiply<T, kTiles>(b, k_group, steps, k_groups, k_left, g, t, slots, barriers, acc);
+      cluster_wait();  // the others run: they may be sent something
+      send_sums<kTiles>(a, rank, k_groups, k_group, row_group, w, g, t, shared + Place::kSums,
+                        received, acc);
+    }
+    barrier_wait(received, 0);
+    finish(a, int64_t{block} * a.row_groups * kTileRows + rank * a.share, own_rows, sets,
+           reinterpret_cast<const float*>(dynamic_shared() + Place::kSums));
+  }
+}
+
+// ------------------------------------------------------------------------------------------- host
+
+using Kernel = void (*)(const Args);
+
+template <typename T, bool kPackedA>
+Kernel pick_kernel(int tiles) {
+  switch (tiles) {
+    case 1:
+      return small_m_hopper_kernel<T, kPackedA, 1>;
+    case 2:
+      return small_m_hopper_kernel<T, kPackedA, 2>;
+    default:
+      return small_m_hopper_kernel<T, kPackedA, 4>;
+  }
+}
+
+// Packed A is decoded to FP16 too, as in gemm_small_m.cu.
+Kernel pick_kernel(const SmallMParams& p, int tiles) {
+  if (p.a_scale) return pick_kernel<__half, true>(tiles);
+  if (p.a_type == DType::kBFloat16) return pick_kernel<__nv_bfloat16, false>(tiles);
+  if (p.a_type == DType::kFloat16) return pick_kernel<__half, false>(tiles);
+  throw std::runtime_error("gemm_small_m_hopper: A must be packed NVFP4, bfloat16 or float16");
+}
+
+uint32_t shared_bytes(int tiles) {
+  return tiles == 1 ? Layout<1>::kBytes : tiles == 2 ? Layout<2>::kBytes : Layout<4>::kBytes;
+}
+
+cudaLaunchConfig_t launch_config(int64_t blocks, int cluster, int tiles, cudaStream_t stream,
+                                 std::array<cudaLaunchAttribute, 2>& attributes) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = shared_bytes(tiles);
+  config.stream = stream;
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim.x = static_cast<unsigned>(cluster);
+  attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = attributes.data();
+  config.numAttrs = 2;
+  return config;
+}
+
+constexpr int kMaxDevices = 64;
+
+struct DeviceEntry {
+  std::once_flag once;
+  bool built = false;
+  HopperDevice device = {};
+};
+
+// All the shared memory that they need, for every kernel; what the driver says about clusters.
+void describe_device(const Device& device, DeviceEntry& e) {
+  // Compiled for another target the kernels are empty.
+  cudaFuncAttributes found = {};
+  check(cudaFuncGetAttributes(&found, small_m_hopper_kernel<__half, true, 1>),
+        "cudaFuncGetAttributes");
+  e.built = found.numRegs > 64;
+  if (!e.built) return;
+  for (const int tiles : {1, 2, 4}) {
+    for (const Kernel kernel : {pick_kernel<__half, true>(tiles), pick_kernel<__half, false>(tiles),
+                                pick_kernel<__nv_bfloat16, false>(tiles)}) {
+      check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                 cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 static_cast<int>(shared_bytes(tiles))),
+            "cudaFuncSetAttribute");
+    }
+  }
+  e.device.resident[1] = device.sm_count;
+  for (int c = 2; c <= kHopperMaxCluster; ++c) {
+    std::array<cudaLaunchAttribute, 2> attributes = {};
+    const cudaLaunchConfig_t config = launch_config(c, c, 4, nullptr, attributes);
+    int clusters = 0;
+    if (cudaOccupancyMaxActiveClusters(&clusters, small_m_hopper_kernel<__half, true, 4>,
+                                       &config) != cudaSuccess) {
+      cudaGetLastError();
+      clusters = 0;
+    }
+    e.device.resident[c] = clusters * c;
+  }
+}
+
+const DeviceEntry& device_entry(const Device& device) {
+  static std::array<DeviceEntry, kMaxDevices> entries;
+  DeviceEntry& e = entries[static_cast<size_t>(device.index)];
+  std::call_once(e.once, [&] { describe_device(device, e); });
+  return e;
+}
+
+void launch_planned(const SmallMParams& p, const HopperPlan& plan, cudaStream_t stream) {
+  Args a = {};
+  a.gemm = p;
+  a.row_groups = plan.row_groups;
+  a.cluster = plan.cluster;
+  const int64_t chunks = ceil_div(p.k, kHopperChunk);
+  a.chunks = static_cast<int>(chunks / plan.cluster);
+  a.longer = static_cast<int>(chunks % plan.cluster);
+  a.share = hopper_share(plan);
+  a.per_share = ((1u << 20) + a.share - 1) / a.share;
+  const float unit = p.a_scale || p.a_type == DType::kFloat16 ? 1.0f / kSplitUnit<__half>
+                                                              : 1.0f / kSplitUnit<__nv_bfloat16>;
+  a.unit = p.a_scale ? unit * unit : unit;
+  a.m = static_cast<int>(p.m);
+  a.k = static_cast<int>(p.k);
+  a.row_tiles = static_cast<int>(ceil_div(p.n, kTileRows));
+  a.last_row = static_cast<int>((p.n - 1) % kTileRows);
+  a.tiles_per_row = static_cast<int>(ceil_div(p.k / kBlockSize, kTileCols));
+  const int tiles = hopper_tiles(p.m);
+  std::array<cudaLaunchAttribute, 2> attributes = {};
+  const cudaLaunchConfig_t config =
+      launch_config(hopper_blocks(p.n, plan), plan.cluster, tiles, stream, attributes);
+  check(cudaLaunchKernelEx(&config, pick_kernel(p, tiles), a), "gemm_small_m_hopper");
+}
+
+// The last plans found are kept, by thread.
+const HopperPlan& find_plan(int64_t m, int64_t n, int64_t k, const Device& device) {
+  struct Entry {
+    int64_t n = 0, k = 0;
+    int tiles = 0, device = -1;
+    HopperPlan plan;
+  };
+  constexpr size_t kEntries = 64;
+  static thread_local std::array<Entry, kEntries> entries;
+  const int tiles = hopper_tiles(m);
+  const uint64_t hash =
+      (static_cast<uint64_t>(tiles) * 31 + static_cast<uint64_t>(n)) * 0x9E3779B97F4A7C15u +
+      static_cast<uint64_t>(k) * 0xC2B2AE3D27D4EB4Fu;
+  Entry& e = entries[hash >> 58];
+  if (e.tiles != tiles || e.n != n || e.k != k || e.device != device.index) {
+    e = {n, k, tiles, device.index, plan_hopper(m, n, k, device_entry(device).device)};
+  }
+  return e.plan;
+}
+
+}  // namespace
+
+bool gemm_small_m_hopper_built() { return device_entry(current_device()).built; }
+
+void gemm_small_m_hopper(const SmallMParams& p, Stream stream) {
+  if (p.m == 0 || p.n == 0) return;
+  if (p.m > kSmallMHopperMax) throw std::runtime_error("gemm_small_m_hopper takes at most 32 rows");
+  launch_planned(p, find_plan(p.m, p.n, p.k, current_device()), as_stream(stream));
+}
+
+}  // namespace nvfp4::cuda

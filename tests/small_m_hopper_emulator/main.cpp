@@ -1,0 +1,262 @@
+// Runs gemm_small_m_hopper of csrc/cuda on the emulator and compares it with a plain FP64 loop.
+//
+// Every kind of A and every kernel, ragged sizes, padding of scales that is NaN, NaN scales and
+// infinities that must stay in their row, machines whose planner takes one block or clusters;
+// memory ends at a page that can't be read. Returns the number of failures.
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <map>
+#include <random>
+#include <set>
+#include <utility>
+
+#include "cuda/small_m_hopper_plan.h"
+#include "cuda_bf16.h"
+#include "cuda_fp16.h"
+#include "kernels.h"
+#include "nvfp4.h"
+
+// Its scheduler is needed here, for barriers.
+#include "../cuda_emulator/emulator.cpp"
+
+namespace emulator {
+
+// A phase is over when all have arrived and as many bytes as they have announced.
+struct SharedBarrier {
+  int arrivals = 0, left = 0, bytes = 0;
+  Barrier phase;
+
+  void check() {
+    if (left > 0 || bytes != 0) return;
+    left = arrivals;
+    ++phase.generation;
+  }
+};
+std::map<std::pair<int, uint32_t>, SharedBarrier> shared_barriers;
+
+SharedBarrier& barrier_at(int rank, uint32_t address) {
+  const auto found = shared_barriers.find({rank, address});
+  if (found != shared_barriers.end()) return found->second;
+  std::fprintf(stderr, "a barrier is used that nobody has initialized\n");
+  std::abort();
+}
+
+void init_barrier(uint32_t address, int arrivals) {
+  shared_barriers[{cluster_rank(), address}] = {arrivals, arrivals, 0, {}};
+}
+// Others go first, or not: warps come to barriers in any order.
+void dawdle() {
+  static std::mt19937 turns(3);
+  for (uint32_t n = turns() % 4; n > 0; --n) swapcontext(&current->context, &scheduler);
+}
+void arrive(uint32_t address, int bytes_expected) {
+  dawdle();
+  SharedBarrier& b = barrier_at(cluster_rank(), address);
+  b.bytes += bytes_expected;
+  if (--b.left < 0) {
+    std::fprintf(stderr, "a barrier got more arrivals than it expects\n");
+    std::abort();
+  }
+  b.check();
+}
+void bytes_arrived(int rank, uint32_t address, int bytes) {
+  SharedBarrier& b = barrier_at(rank, address);
+  b.bytes -= bytes;
+  b.check();
+}
+void wait_barrier(uint32_t address, uint32_t parity) {
+  dawdle();
+  SharedBarrier& b = barrier_at(cluster_rank(), address);
+  while (static_cast<uint32_t>(b.phase.generation % 2) == parity) {
+    current->waiting = &b.phase;
+    current->generation = b.phase.generation;
+    swapcontext(&current->context, &scheduler);
+  }
+}
+int cluster_index() { return static_cast<int>(current->block->index.x / blocks.size()); }
+
+}  // namespace emulator
+
+using namespace nvfp4;
+
+namespace {
+
+std::mt19937 rng(5);
+float uniform() { return static_cast<float>(rng()) * 0x1p-31f - 1.0f; }
+
+// `size` bytes of 0x7F, NaN in every type, that end at an unreadable page.
+class Buffer {
+ public:
+  explicit Buffer(int64_t size) {
+    const int64_t page = sysconf(_SC_PAGESIZE), used = round_up(size, 16);
+    mapped_ = round_up(std::max<int64_t>(used, 1), page) + page;
+    base_ = static_cast<uint8_t*>(
+        mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    mprotect(base_ + mapped_ - page, page, PROT_NONE);
+    data_ = base_ + mapped_ - page - used;
+    std::memset(data_, 0x7F, used);
+  }
+  ~Buffer() { munmap(base_, mapped_); }
+  Buffer(const Buffer&) = delete;
+  uint8_t* data() { return data_; }
+  template <typename T>
+  T* as() {
+    return reinterpret_cast<T*>(data_);
+  }
+
+ private:
+  int64_t mapped_;
+  uint8_t *base_, *data_;
+};
+
+int64_t size_of(DType t) { return t == DType::kFloat32 ? 4 : 2; }
+
+float load(const void* p, DType t, int64_t i) {
+  if (t == DType::kFloat32) return static_cast<const float*>(p)[i];
+  if (t == DType::kBFloat16) return __bfloat162float(static_cast<const __nv_bfloat16*>(p)[i]);
+  return __half2float(static_cast<const __half*>(p)[i]);
+}
+
+// Packed rows; the scales' padding stays NaN: it must not matter.
+struct Packed {
+  int64_t k, tiles;
+  Buffer data, scale;
+
+  Packed(int64_t rows, int64_t columns)
+      : k(columns),
+        tiles((k / kBlockSize + kTileCols - 1) / kTileCols),
+        data(rows * k / 2),
+        scale(round_up(rows, kTileRows) * tiles * kTileCols) {
+    for (int64_t i = 0; i < rows * k / 2; ++i) data.data()[i] = static_cast<uint8_t>(rng());
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t c = 0; c < k / kBlockSize; ++c) {
+        scale.data()[swizzled_offset(r, c, tiles)] = static_cast<uint8_t>(rng() % 0x60);
+      }
+    }
+  }
+  double at(int64_t r, int64_t c) {
+    return double{e2m1_to_float(data.data()[(r * k + c) / 2] >> (c % 2 ? 4 : 0) & 0xF)} *
+           e4m3_to_float(scale.data()[swizzled_offset(r, c / kBlockSize, tiles)]);
+  }
+};
+
+enum Kind { kPacked, kBf16, kFp16, kKinds };
+
+uint32_t nan_of(DType t) {
+  return t == DType::kFloat32 ? kNanFloat32 : t == DType::kBFloat16 ? kNanBFloat16 : kNanFloat16;
+}
+
+bool run_case(int64_t m, int64_t n, int64_t k, int kind, bool nan_rows) {
+  const int64_t begin = rng() % 3, stride = k + 8;  // rows of A that are skipped
+  Packed b(n, k), packed_a(kind == kPacked ? begin + m : 0, k);
+  const DType a_type = kind == kFp16 ? DType::kFloat16 : DType::kBFloat16;
+  Buffer dense(kind == kPacked ? 0 : ((begin + m - 1) * stride + k) * 2);
+  for (int64_t r = 0; kind != kPacked && r < begin + m; ++r) {
+    for (int64_t c = 0; c < k; ++c) {
+      if (kind == kFp16) {
+        dense.as<__half>()[r * stride + c] = __float2half_rn(uniform());
+      } else {
+        dense.as<__nv_bfloat16>()[r * stride + c] = __float2bfloat16_rn(uniform());
+      }
+    }
+  }
+  if (nan_rows) {
+    b.scale.data()[swizzled_offset(n / 2, k / kBlockSize / 2, b.tiles)] = kE4m3Nan;
+    if (kind == kPacked) {
+      packed_a.scale.data()[swizzled_offset(begin + m / 2, 0, packed_a.tiles)] = kE4m3Nan;
+    } else {  // infinity at the end of a row: must not meet zeros behind it
+      dense.as<uint16_t>()[(begin + m / 2) * stride + k - 1] = kind == kFp16 ? 0x7C00 : 0x7F80;
+    }
+  }
+  SmallMParams p;
+  p.m = m;
+  p.n = n;
+  p.k = k;
+  p.b = b.data.data();
+  p.b_scale = b.scale.data();
+  p.a = kind == kPacked ? packed_a.data.data() : dense.data();
+  if (kind == kPacked) p.a_scale = packed_a.scale.data();
+  p.a_type = a_type;
+  p.a_row_stride = stride;
+  p.a_row_begin = begin;
+  Buffer alpha(4), bias(n * 4);
+  *alpha.as<float>() = 0.01f;
+  if (rng() % 2) {
+    p.alpha.device = alpha.as<float>();
+  } else {
+    p.alpha.value = 0.01f;
+  }
+  if (rng() % 2) {
+    p.bias = bias.data();
+    for (int64_t i = 0; i < n; ++i) bias.as<float>()[i] = uniform();
+  }
+  p.out_type = static_cast<DType>(rng() % 3);
+  Buffer out(m * n * size_of(p.out_type));
+  p.out = out.data();
+  cuda::gemm_small_m_hopper(p, nullptr);
+
+  int64_t wrong = 0;
+  for (int64_t i = 0; i < m * n; ++i) {
+    const int64_t row = i / n, col = i % n;
+    double sum = 0, magnitude = 0;
+    for (int64_t c = 0; c < k; ++c) {
+      const double left = kind == kPacked ? packed_a.at(begin + row, c)
+                                          : load(p.a, a_type, (begin + row) * stride + c);
+      const double product = left * b.at(col, c);
+      sum += product;
+      magnitude += std::fabs(product);
+    }
+    const double want = double{0.01f} * sum + (p.bias ? bias.as<float>()[col] : 0.0f);
+    const float got = load(out.data(), p.out_type, i);
+    bool right;
+    if (want != want) {
+      const uint32_t nan = nan_of(p.out_type);
+      right = std::memcmp(&nan, out.data() + i * size_of(p.out_type), size_of(p.out_type)) == 0;
+    } else if (std::isinf(want)) {
+      right = got == static_cast<float>(want);
+    } else {
+      const double ulp = p.out_type == DType::kFloat32   ? 0x1p-22
+                         : p.out_type == DType::kFloat16 ? 0x1p-10
+                                                         : 0x1p-7;
+      const double allowed = 0.01f * magnitude * 0x1p-21 + ulp * std::fabs(want) + 1e-7;
+      right = std::fabs(got - want) <= allowed ||
+              (p.out_type == DType::kFloat16 && std::fabs(want) > 65000 && std::isinf(got));
+    }
+    if (!right && wrong++ == 0) {
+      std::printf("  first: row %ld, column %ld: %g, not %g\n", long(row), long(col), got, want);
+    }
+  }
+  if (wrong == 0) return true;
+  std::printf("%ld of %ld wrong: m=%ld n=%ld k=%ld kind=%d sms=%d out=%d\n", long(wrong),
+              long(m * n), long(m), long(n), long(k), kind, emulator::machine.sm_count,
+              static_cast<int>(p.out_type));
+  return false;
+}
+
+}  // namespace
+
+int main() {
+  int failed = 0;
+  std::set<std::pair<int, int>> plans;
+  const int64_t shapes[][3] = {{1, 1, 32},     {3, 130, 96},   {8, 129, 1312}, {11, 40, 800},
+                               {16, 390, 544}, {17, 257, 288}, {32, 20, 2080}};
+  for (const auto& [m, n, k] : shapes) {
+    for (int kind = 0; kind < kKinds; ++kind) {
+      for (const int sms : {1, 8}) {
+        emulator::machine.index = emulator::machine.sm_count = sms;
+        cuda::HopperDevice device = {{0, sms}};
+        for (int c = 2; c <= cuda::kHopperMaxCluster; ++c) device.resident[c] = 2 * sms / c * c;
+        const cuda::HopperPlan plan = cuda::plan_hopper(m, n, k, device);
+        plans.insert({plan.row_groups, plan.cluster});
+        failed += !run_case(m, n, k, kind, (m + sms) % 3 == 0);
+      }
+    }
+  }
+  for (const auto& [row_groups, cluster] : plans) std::printf(" %dx%d", row_groups, cluster);
+  std::printf(" groups x cluster; gemm_small_m_hopper: %d failed\n", failed);
+  return failed + (plans.size() < 4);
+}
