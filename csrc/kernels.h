@@ -168,14 +168,10 @@ void gemm_small_m_hopper(const SmallMParams& p, Stream stream);
 bool gemm_small_m_hopper_built();
 
 // The same on Hopper (compute capability 9.0) for more rows, all of A from row 0. Everything
-// 16-byte aligned, k a multiple of 32 and a dense row's stride of 8. `workspace`:
-// gemm_mid_m_workspace() bytes, contents arbitrary.
-constexpr int64_t kMidMMax = 256;
+// 16-byte aligned, k a multiple of 32 and a dense row's stride of 8. `workspace`: mid_m_workspace()
+// bytes of the plan (mid_m_plan.h), contents arbitrary.
+constexpr int64_t kMidMMax = 2048;
 void gemm_mid_m(const SmallMParams& p, void* workspace, Stream stream);
-constexpr int64_t gemm_mid_m_workspace(int64_t m, int64_t k) {
-  const int64_t tile = m <= 64 ? 64 : 128;
-  return (m + tile - 1) / tile * tile * ((k + 127) / 128 * 128) * 2;
-}
 
 struct Device {
   int index, cc_major, cc_minor, sm_count;

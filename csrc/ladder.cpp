@@ -13,6 +13,7 @@
 #include "check.h"
 #include "cublaslt/json.h"
 #include "cublaslt/library.h"
+#include "cuda/mid_m_plan.h"
 #include "cuda/small_m_hopper_plan.h"
 #include "faults_for_tests.h"
 #include "nvfp4.h"
@@ -154,7 +155,13 @@ bool takes_small_m_hopper(const GemmRequest& r) {
          !has_fault(Fault::kPlannerUncapped);
 }
 
-bool takes_mid_m(const GemmRequest& r) { return suits_hopper(r) && r.m <= cuda::kMidMMax; }
+cuda::MidMPlan mid_m_plan(const GemmRequest& r) {
+  return cuda::plan_mid_m(r.m, r.n, r.k, r.device.sm_count);
+}
+
+bool takes_mid_m(const GemmRequest& r) {
+  return r.m <= cuda::kMidMMax && suits_hopper(r) && mid_m_plan(r).ok();
+}
 
 void find_emulated(const GemmRequest& r, Route* route) {
   if (!has_emulation(r.device)) return;
@@ -241,7 +248,7 @@ int64_t workspace_bytes(const GemmRequest& r, const Route& route) {
     const int64_t accumulators = route.separate_epilogue ? 4 * route.m_chunk * r.n : 0;
     return accumulators + static_cast<int64_t>(route.plan->workspace_bytes);
   }
-  if (route.kernel == EmulatedKernel::kMidM) return cuda::gemm_mid_m_workspace(r.m, r.k);
+  if (route.kernel == EmulatedKernel::kMidM) return cuda::mid_m_workspace(mid_m_plan(r));
   if (route.kernel != EmulatedKernel::kDecode) return 0;
   const int64_t decoded =
       2 * r.k * ((r.dense_b ? 0 : route.n_chunk) + (r.dense_a ? 0 : route.m_chunk));

@@ -8,6 +8,7 @@
 #include "../check.h"
 #include "../ladder.h"
 #include "../nvfp4.h"
+#include "mid_m_plan.h"
 
 namespace nvfp4::cuda {
 namespace {
@@ -155,8 +156,9 @@ SmallMParams fused_params(const GemmParams& p) {
 }
 
 void run_mid_m(const GemmParams& p, const Tensor& like, Stream stream) {
-  const Workspace image(gemm_mid_m_workspace(p.m, p.k), like);
-  gemm_mid_m(fused_params(p), image.data(), stream);
+  const MidMPlan plan = plan_mid_m(p.m, p.n, p.k, current_device().sm_count);
+  const Workspace workspace(mid_m_workspace(plan), like);
+  gemm_mid_m(fused_params(p), workspace.data(), stream);
 }
 
 // The fused kernel for few rows, as many of them at a time as it takes.

@@ -3,439 +3,653 @@
 //   out (m, n) = T(fma(alpha, acc, bias)),  acc = sum_k A[m, k] B[n, k] in FP32
 //
 // - B's rows are the 64-row side of wgmma, which comes out of registers: a warp decodes the
-// fragment
-//   it feeds, and no decoded weight touches memory. Lane (g, t) holds 32 consecutive k of rows
-//   128 tile + 8 (warp % 4) + g + 32 j, as in gemm_small_m.cu, whose order of k this shares.
+//   fragments it feeds, one word of eight codes a row at a time, while the tensor cores work on the
+//   words before. No decoded weight touches memory.
 // - A is the other side, out of shared memory. A small kernel ahead writes A's image: for each tile
-//   of kN rows and chunk of 128 k, the bytes as shared memory wants them (128-byte swizzle),
-//   decoded where A is packed. A block fetches a chunk's image by one bulk copy.
-// - B comes through a pipeline that each thread has to itself, A through one with barriers.
-// - Sums: warpgroups along k, then the blocks of a cluster, in a fixed order.
+//   of kN rows and chunk of 128 k, the bytes as shared memory wants them (128-byte swizzle), in the
+//   order of k in which words of codes decode, decoded where A is packed. One thread fetches it by
+//   bulk copies; codes and scales come through a pipeline that each thread has to itself.
+// - mid_m_plan.h cuts the work. Of the blocks that share a tile, the last one to come adds up, warp
+//   by warp, in the order of k: the same bytes in every run. No block waits for another.
 #include <mutex>
 
 #include "common.cuh"
 #include "decode.cuh"
 #include "hopper.cuh"
-#include "small_m_plan.h"
+#include "mid_m_plan.h"
 
 namespace nvfp4::cuda {
 namespace {
 
-constexpr int kThreads = 512;
-constexpr int kBlockRows = 256;  // of B
-constexpr int kLaneK = 32;
+constexpr int kGroupThreads = 128;  // a warpgroup
+constexpr int kMultipliers = 256;   // threads: two warpgroups, 64 rows of B each
+constexpr int kThreads = kMultipliers + kGroupThreads;  // and one of which a thread fetches A
+constexpr int kImageThreads = 128;
+constexpr int kLaneK = 32;  // consecutive elements of k a lane decodes
 constexpr int kVectorBytes = 16;
+constexpr int kBarrierBytes = 8;
+constexpr int kMaxSharedBytes = 227 * 1024;
 constexpr int kSwizzleBytes = 1024;  // shared memory's alignment of a swizzled tile
-constexpr int kTilePitch = kBlockRows + 4;
+constexpr int kStageK = 64;          // of A: half a chunk, a swizzled row of 128 bytes
+constexpr int kRows = 2;             // of B, a lane
+constexpr int kCodeStep = kMidMChunkK / 2, kScaleStep = kMidMChunkK / kBlockSize * kTileRows;
+// Registers a thread: 168 x 384 are handed out as these.
+constexpr int kFetcherRegisters = 24, kMultiplierRegisters = 240;
+constexpr int kBatch = 32;  // of another block's sums, loaded at a time
 
-// How the four warpgroups split a block's 256 rows of B and its chunks of k, by rows of A.
-template <int kN>
-struct Split;
-template <>
-struct Split<64> {
-  static constexpr int kAlongK = 2, kPairs = 2;  // a warp has all four j
-  static constexpr int kBStages = 2, kAStages = 4;
-};
-template <>
-struct Split<128> {
-  static constexpr int kAlongK = 1, kPairs = 1;  // a warp has two of the four j
-  static constexpr int kBStages = 3, kAStages = 4;
-};
-
-template <int kN>
-struct Shared {
-  static constexpr uint32_t kABytes = kN * kChunkK * 2;  // of a chunk
-  static constexpr uint32_t kBBytes = kThreads * (2 * Split<kN>::kPairs + 1) * kVectorBytes;
-  static constexpr uint32_t kB = Split<kN>::kAlongK * Split<kN>::kAStages * kABytes;
-  static constexpr uint32_t kBarriers = kB + Split<kN>::kBStages * kBBytes;
-  static constexpr uint32_t kLoop = kBarriers + Split<kN>::kAlongK * Split<kN>::kAStages * 16;
-  static constexpr uint32_t kTile = kN * kTilePitch * 4;
-  static constexpr uint32_t kBytes = (kLoop > kTile ? kLoop : kTile) + kSwizzleBytes;
+// Shared memory, and how many stages of it there are, for tiles of kRowsOfA.
+template <int kRowsOfA>
+struct Layout {
+  static constexpr int kN = kRowsOfA, kAcc = kN / 2;  // sums a thread
+  // Words of a row decoded at a time: short products need more of them under way.
+  static constexpr int kWords = kN <= 128 ? 2 : 1;
+  static constexpr uint32_t kABytes = kN * kStageK * 2;  // of a stage
+  static constexpr uint32_t kScales = kMultipliers * kRows * kVectorBytes;
+  static constexpr uint32_t kBBytes = kScales + kMultipliers * kRows * 4;
+  static constexpr int kBStages = kN == 256 ? 3 : 6;
+  static constexpr int kAStages = std::min<int>(
+      8, (kMaxSharedBytes - kSwizzleBytes - kBStages * kBBytes) / (kABytes + 2 * kBarrierBytes));
+  static constexpr uint32_t kB = kAStages * kABytes;
+  static constexpr uint32_t kBarriers = kB + kBStages * kBBytes;  // two a stage: full, empty
+  static constexpr uint32_t kEnd = kBarriers + kAStages * 2 * kBarrierBytes;
+  static constexpr uint32_t kBytes = kEnd + kSwizzleBytes;
+  static_assert(kAStages >= 4 && kBytes <= kMaxSharedBytes);
 };
 
 struct MidMArgs {
   SmallMParams gemm;
+  MidMPlan plan;
   uint8_t* image;
-  int cluster, chunks, total_chunks;
+  float* sums;
+  unsigned* counters;  // how many blocks have left their sums, of each warp's part of a tile
   float unit;
   int64_t tiles_per_row;
 };
 
 // --------------------------------------------------------------------------------------- A's image
 
-// A thread's share: eight of each lane's 32 k, of one row and chunk. Rows past m are zeros.
-template <typename T, bool kPackedA, int kN>
-__global__ void __launch_bounds__(256) image_kernel(const MidMArgs a, int64_t rows) {
-  const SmallMParams& q = a.gemm;
-  const int per_row = a.total_chunks * 4;
-  const int64_t id = int64_t{blockIdx.x} * 256 + threadIdx.x;
-  if (id >= rows * per_row) return;
-  const int64_t m = id / per_row;
-  const int rest = static_cast<int>(id - m * per_row), c = rest / 4, w = rest % 4;
-  uint32_t pairs[4][4] = {};  // of lane t: elements i, i + 4
+// Lane q of four has v[0 .. 3] and gets v[q] of each.
+__device__ __forceinline__ void transpose_four(uint32_t (&v)[4], uint32_t q) {
 #pragma unroll
-  for (int t = 0; t < 4; ++t) {
-    const int64_t k = int64_t{c} * kChunkK + kLaneK * t + 8 * w;
-    if (m >= q.m || k >= q.k) continue;
-    if constexpr (kPackedA) {
-      const uint32_t word =
-          *reinterpret_cast<const uint32_t*>(static_cast<const uint8_t*>(q.a) + (m * q.k + k) / 2);
-      uint32_t scale[2];
-      scale_pairs(q.a_scale[swizzled_offset(m, k / kBlockSize, a.tiles_per_row)], scale, T{});
-      decode8_split<T>(word, scale[0], pairs[t]);
-    } else {
-      const uint4 v = load_cached(static_cast<const uint16_t*>(q.a) + m * q.a_row_stride + k);
-      pairs[t][0] = permute_bytes(v.x, v.z, 0x5410);
-      pairs[t][1] = permute_bytes(v.x, v.z, 0x7632);
-      pairs[t][2] = permute_bytes(v.y, v.w, 0x5410);
-      pairs[t][3] = permute_bytes(v.y, v.w, 0x7632);
+  for (uint32_t step = 1; step <= 2; ++step) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      uint32_t& low = v[step == 1 ? 2 * j : j];
+      uint32_t& high = v[step == 1 ? 2 * j + 1 : j + 2];
+      const bool up = q & step;
+      const uint32_t got = __shfl_xor_sync(kFullWarp, up ? low : high, static_cast<int>(step));
+      (up ? low : high) = got;
     }
-  }
-  // Two halves of a chunk, each kN rows of 128 bytes: slots of four steps of 16.
-  const int r = static_cast<int>(m % kN);
-  uint8_t* out = a.image + (m / kN * a.total_chunks + c) * Shared<kN>::kABytes +
-                 (w / 2) * (kN * 128) + r * 128;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int unit = ((w % 2) * 4 + i) ^ (r % 8);
-    *reinterpret_cast<uint4*>(out + unit * kVectorBytes) =
-        make_uint4(pairs[0][i], pairs[1][i], pairs[2][i], pairs[3][i]);
   }
 }
 
-// -------------------------------------------------------------------------------------- main loop
+// A thread's share: lane t's 32 k of one row and chunk. Rows past m and k past the end are zeros.
+template <typename T, bool kPackedA>
+__global__ void __launch_bounds__(kImageThreads) image_kernel(const __grid_constant__ MidMArgs a) {
+#if NVFP4_WGMMA
+  let_next_kernel_start();
+  const SmallMParams& q = a.gemm;
+  const uint32_t m = blockIdx.y, thread = blockIdx.x * kImageThreads + threadIdx.x;
+  if (m == 0) {
+    for (uint32_t i = thread; i < static_cast<uint32_t>(a.plan.tiles) * kMidMWarps;
+         i += gridDim.x * kImageThreads) {
+      a.counters[i] = 0;
+    }
+  }
+  const uint32_t c = thread / 4, t = thread % 4, k = c * kMidMChunkK + kLaneK * t;
+  uint32_t words[4] = {}, scale[2] = {};
+  uint4 dense[4] = {};
+  if (m < q.m && k < q.k) {
+    if constexpr (kPackedA) {
+      const uint4 v = load_cached(static_cast<const uint8_t*>(q.a) + m * (q.k / 2) + k / 2);
+      words[0] = v.x;
+      words[1] = v.y;
+      words[2] = v.z;
+      words[3] = v.w;
+      const uint8_t* scales = q.a_scale + swizzled_offset(m, 0, a.tiles_per_row);
+      scale_pairs(
+          *reinterpret_cast<const uint16_t*>(scales + (2 * c + t / 2) * kTileBytes + t % 2 * 2),
+          scale, T{});
+    } else {
+      const auto* from = static_cast<const uint16_t*>(q.a) + m * q.a_row_stride + k;
+#pragma unroll
+      for (int w = 0; w < 4; ++w) dense[w] = load_cached(from + 8 * w);
+    }
+  }
+  // Two halves of a chunk, each `rows` rows of 128 bytes: eight vectors, four for each word.
+  const uint32_t rows = a.plan.rows, chunks = a.plan.chunks, tile = m / rows, r = m - tile * rows;
+  uint8_t* out = a.image + (uint64_t{tile} * chunks + c) * (rows * 256) + r * 128;
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    uint32_t pairs[4];  // elements i, i + 4 of the word
+    if constexpr (kPackedA) {
+      decode8_split<T>(words[w], scale[w / 2], pairs);
+    } else {
+      pairs[0] = permute_bytes(dense[w].x, dense[w].z, 0x5410);
+      pairs[1] = permute_bytes(dense[w].x, dense[w].z, 0x7632);
+      pairs[2] = permute_bytes(dense[w].y, dense[w].w, 0x5410);
+      pairs[3] = permute_bytes(dense[w].y, dense[w].w, 0x7632);
+    }
+    transpose_four(pairs, t);
+    const uint32_t vector = (w % 2 * 4 + t) ^ (r % 8);
+    if (c < chunks) {
+      *reinterpret_cast<uint4*>(out + w / 2 * rows * 128 + vector * kVectorBytes) =
+          make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+    }
+  }
+#endif
+}
+
+// ----------------------------------------------------------------------------------------- pieces
+
+// What a worker does of one tile: chunks [first, first + count) of it.
+struct Segment {
+  int tile, m_tile, n_tile, first, count;
+};
+
+// The segments of a worker's piece, one after the other.
+class Piece {
+ public:
+  __device__ Piece(const MidMPlan& plan, int worker)
+      : plan_(plan), at_(plan.begin(worker)), end_(plan.begin(worker + 1)) {}
+
+  __device__ bool next(Segment& s) {
+    if (at_ >= end_) return false;
+    s.tile = at_ / plan_.chunks;
+    s.first = at_ - s.tile * plan_.chunks;
+    s.count = min(plan_.chunks - s.first, end_ - at_);
+    s.n_tile = s.tile / plan_.m_tiles;
+    s.m_tile = s.tile - s.n_tile * plan_.m_tiles;
+    at_ += s.count;
+    return true;
+  }
+
+ private:
+  const MidMPlan& plan_;
+  int at_, end_;
+};
+
+// ---------------------------------------------------------------------------------------- weights
+
+// Row h of a lane's two, in the tile: after a transposition lane t has four neighbours.
+__device__ __forceinline__ int row_in_tile(int warp, int g, int h) {
+  return 16 * warp + 4 * (g / 2) + 2 * h + g % 2;
+}
+
+// A thread's own pipeline of codes and scales: for each chunk 16 bytes of codes of its two rows,
+// and the words that their two scales each are in.
+template <typename L>
+struct Weights {
+  const uint8_t *row[kRows], *scale[kRows];
+  int at, end, inside;     // bytes of codes: to issue next, of the segment, that this lane's k has
+  uint32_t codes, scales;  // in shared memory
+  uint32_t filling, reading;
+
+  __device__ __forceinline__ void start(const MidMArgs& a, const Segment& s, uint32_t base,
+                                        int thread) {
+    const SmallMParams& q = a.gemm;
+    const int lane = thread % kWarpSize, t = lane % 4;
+#pragma unroll
+    for (int h = 0; h < kRows; ++h) {
+      // A row past the end is read as the last one, and its result dropped.
+      const int in_tile = row_in_tile(thread / kWarpSize, lane / 4, h);
+      const int64_t n = min(int64_t{s.n_tile} * kTileRows + in_tile, q.n - 1);
+      row[h] = q.b + n * (q.k / 2) + int64_t{s.first} * kCodeStep + t * kVectorBytes;
+      scale[h] =
+          q.b_scale + swizzled_offset(n, 8 * int64_t{s.first} + 2 * t, a.tiles_per_row) / 4 * 4;
+    }
+    at = 0;
+    end = s.count * kCodeStep;
+    inside = static_cast<int>(q.k / 2 - int64_t{s.first} * kCodeStep) - t * kVectorBytes;
+    codes = base + L::kB + static_cast<uint32_t>(thread) * kVectorBytes;
+    scales = base + L::kB + L::kScales + static_cast<uint32_t>(thread) * 4 * kRows;
+    filling = reading = 0;
+#pragma unroll
+    for (int i = 0; i < L::kBStages - 1; ++i) issue();
+  }
+
+  __device__ __forceinline__ void issue() {
+    if (at < end) {
+      const int valid = at < inside;
+#pragma unroll
+      for (int h = 0; h < kRows; ++h) {
+        copy_async(codes + filling + h * kMultipliers * kVectorBytes,
+                   row[h] + static_cast<uint32_t>(at), valid * kVectorBytes);
+        copy_async_word(scales + filling + 4 * h,
+                        scale[h] + static_cast<uint32_t>(at) * (kScaleStep / kCodeStep), valid * 4);
+      }
+      at += kCodeStep;
+      advance(filling);
+    }
+    commit_copies();
+  }
+
+  // The next chunk's codes, and its scales as decode8_split wants them.
+  template <typename T>
+  __device__ __forceinline__ void read(uint4 (&words)[kRows], uint32_t (&factors)[kRows][2],
+                                       int t) {
+    wait_copies<L::kBStages - 2>();
+#pragma unroll
+    for (int h = 0; h < kRows; ++h) {
+      words[h] = load_shared(codes + reading + h * kMultipliers * kVectorBytes);
+      scale_pairs(load_shared_word(scales + reading + 4 * h) >> (16 * (t % 2)), factors[h], T{});
+    }
+    advance(reading);
+    issue();
+  }
+
+  __device__ __forceinline__ static void advance(uint32_t& stage) {
+    stage += L::kBBytes;
+    if (stage == L::kBStages * L::kBBytes) stage = 0;
+  }
+};
 
 __device__ __forceinline__ uint32_t word(const uint4& v, int i) {
   return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
 }
 
-template <typename T, int kN>
-__global__ void __launch_bounds__(kThreads, 1) mid_m_kernel(const MidMArgs a) {
-  using S = Split<kN>;
-  using Layout = Shared<kN>;
-  constexpr int kRows = 2 * S::kPairs;  // of B, a lane
-  constexpr int kAcc = kN / 2;
+// The words' products with two steps of 16 of k: rows h, h of the 64 x 16 fragments.
+template <typename T>
+__device__ __forceinline__ void decode(uint32_t (&fragment)[2][4], uint32_t word0, uint32_t word1,
+                                       uint32_t factor0, uint32_t factor1) {
+  uint32_t low[4], high[4];
+  decode8_split<T>(word0, factor0, low);
+  decode8_split<T>(word1, factor1, high);
+#pragma unroll
+  for (int s = 0; s < 2; ++s) {
+    fragment[s][0] = low[2 * s];
+    fragment[s][1] = high[2 * s];
+    fragment[s][2] = low[2 * s + 1];
+    fragment[s][3] = high[2 * s + 1];
+  }
+}
+
+// ----------------------------------------------------------------------------------------- results
+
+// Four neighbours along n of one row of A.
+template <typename Out>
+__device__ __forceinline__ void store4(Out* out, int64_t left, bool wide,
+                                       const uint32_t (&words)[sizeof(Out)]) {
+  if (wide) {
+    if constexpr (sizeof(Out) == 4) {
+      *reinterpret_cast<uint4*>(out) = make_uint4(words[0], words[1], words[2], words[3]);
+    } else {
+      *reinterpret_cast<uint2*>(out) = make_uint2(words[0], words[1]);
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if (i >= left) return;
+    if constexpr (sizeof(Out) == 4) {
+      reinterpret_cast<uint32_t*>(out)[i] = words[i];
+    } else {
+      reinterpret_cast<uint16_t*>(out)[i] = static_cast<uint16_t>(words[i / 2] >> (16 * (i % 2)));
+    }
+  }
+}
+
+template <typename Out>
+__device__ __forceinline__ uint32_t bits_of(Out v) {
+  uint32_t bits = 0;
+  memcpy(&bits, &v, sizeof(v));
+  return bits;
+}
+
+// What is added to a tile's sums, loaded ahead of their end.
+struct Epilogue {
+  float alpha, bias[kRows];
+
+  __device__ Epilogue(const SmallMParams& q, const Segment& s, int warp, int lane)
+      : alpha(load_scalar(q.alpha)) {
+#pragma unroll
+    for (int h = 0; h < kRows; ++h) {
+      const int64_t n = int64_t{s.n_tile} * kTileRows + row_in_tile(warp, lane / 4, h);
+      bias[h] = q.bias && n < q.n ? load_as_float(q.bias, q.bias_type, n) : 0.0f;
+    }
+  }
+};
+
+template <typename Out, typename L>
+__device__ __forceinline__ void store(const MidMArgs& a, const Segment& s, const Epilogue& e,
+                                      int warp, int lane, const float (&sums)[L::kAcc]) {
   const SmallMParams& q = a.gemm;
-  const uint32_t start = shared_address(dynamic_shared());
-  const uint32_t base = (start + kSwizzleBytes - 1) / kSwizzleBytes * kSwizzleBytes;
-  const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
-  const int lane = static_cast<int>(threadIdx.x) % kWarpSize, g = lane / 4, t = lane % 4;
-  const int warpgroup = warp / 4;
-  const int along_k = S::kAlongK == 2 ? warpgroup / 2 : 0;
-  const int side = S::kAlongK == 2 ? warpgroup % 2 : warpgroup / 2;  // of the block's two tiles
-  const int first_j = S::kAlongK == 2 ? 0 : warpgroup % 2 * 2;
-  const int rank = a.cluster > 1 ? cluster_rank() : 0;
-  const int64_t block = blockIdx.x / a.cluster;
-  const int64_t tile = block * 2 + side;
-  const int in_tile = warp % 4 * 8 + g;
-  const int first = rank * a.chunks + along_k;
-  const int chunks = min(a.chunks, a.total_chunks - rank * a.chunks);
-  const int steps = (chunks - along_k + S::kAlongK - 1) / S::kAlongK;
-
-  // B: this thread's pipeline.
-  const int64_t pitch = q.k / 2;
-  const uint8_t* row[kRows];
+  const int64_t n = int64_t{s.n_tile} * kTileRows + 16 * warp + 4 * (lane % 4);
+  const int64_t m = int64_t{s.m_tile} * L::kN + lane / 4;
+  Out* out = static_cast<Out*>(q.out) + m * q.n + n;
+  const int rows = n < q.n ? static_cast<int>(min(q.m - m, int64_t{L::kN})) : 0;
+  const bool wide = q.n % 4 == 0;
 #pragma unroll
-  for (int j = 0; j < kRows; ++j) {
-    const int64_t n = min(tile * kTileRows + in_tile + 32 * (first_j + j), q.n - 1);
-    row[j] = q.b + n * pitch + t * kVectorBytes + int64_t{first} * (kChunkK / 2);
-  }
-  const uint8_t* scale =
-      q.b_scale +
-      (min(tile, (q.n - 1) / kTileRows) * a.tiles_per_row + t / 2 + int64_t{first} * 2) *
-          kTileBytes +
-      in_tile * 16;
-  const int64_t left = q.k - int64_t{first} * kChunkK - t * kLaneK;
-  constexpr int kStepK = S::kAlongK * kChunkK;
-  int to_issue = steps,
-      valid_steps = static_cast<int>(max((left + kStepK - 1) / kStepK, int64_t{0}));
-  const uint32_t mine = base + Layout::kB + threadIdx.x * kVectorBytes;
-  int filling = 0;
-  const auto issue = [&] {
-    if (to_issue-- > 0) {
-      const int valid = valid_steps-- > 0 ? kVectorBytes : 0;
-      const uint32_t target = mine + filling * Layout::kBBytes;
+  for (int i = 0; i < L::kAcc; i += 4) {
+    uint32_t bits[kRows][2];
 #pragma unroll
-      for (int j = 0; j < kRows; ++j) {
-        copy_async(target + j * kThreads * kVectorBytes, row[j], valid);
-        row[j] += kStepK / 2;
+    for (int h = 0; h < kRows; ++h) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        bits[h][j] =
+            bits_of(from_float<Out>(fma_rn(e.alpha, sums[i + 2 * h + j] * a.unit, e.bias[h])));
       }
-      copy_async(target + kRows * kThreads * kVectorBytes, scale, valid);
-      scale += kStepK / kBlockSize / kTileCols * kTileBytes;
     }
-    commit_copies();
-    if (++filling == S::kBStages) filling = 0;
-  };
+    uint32_t words[sizeof(Out)];
 #pragma unroll
-  for (int s = 0; s < S::kBStages - 1; ++s) issue();
-
-  // A: one thread of those that share a chunk fetches it. Barriers: full, empty.
-  const uint32_t barriers = base + Layout::kBarriers + along_k * S::kAStages * 16;
-  const uint32_t ring = base + along_k * S::kAStages * Layout::kABytes;
-  const bool fetches = threadIdx.x == along_k * (kThreads / 2);
-  const uint8_t* image = a.image + (int64_t{blockIdx.y} * a.total_chunks + first) * Layout::kABytes;
-  const auto fetch = [&](int step) {
-    const uint32_t stage = step % S::kAStages;
-    barrier_expect(barriers + stage * 16, Layout::kABytes);
-    copy_bulk(ring + stage * Layout::kABytes, image + int64_t{step} * S::kAlongK * Layout::kABytes,
-              Layout::kABytes, barriers + stage * 16);
-  };
-  if (fetches) {
-    for (int s = 0; s < S::kAStages; ++s) {
-      barrier_init(barriers + s * 16, 1);
-      barrier_init(barriers + s * 16 + 8, kThreads / kWarpSize / S::kAlongK);
+    for (int h = 0; h < kRows; ++h) {
+      if constexpr (sizeof(Out) == 4) {
+        const uint32_t low = transpose_matrix(permute_bytes(bits[h][0], bits[h][1], 0x5410));
+        const uint32_t high = transpose_matrix(permute_bytes(bits[h][0], bits[h][1], 0x7632));
+        words[2 * h] = permute_bytes(low, high, 0x5410);
+        words[2 * h + 1] = permute_bytes(low, high, 0x7632);
+      } else {
+        words[h] = transpose_matrix(bits[h][0] | bits[h][1] << 16);
+      }
     }
-    fence_barrier_init();
-    for (int step = 0; step < min(S::kAStages, steps); ++step) fetch(step);
+    if (2 * i < rows) store4(out, q.n - n, wide, words);
+    out += 8 * q.n;
   }
-  __syncthreads();
+}
 
-  float acc[S::kPairs][kAcc];
+// Where a worker leaves its sums of a tile: as its first segment's or its last one's.
+template <typename L>
+__device__ __forceinline__ float4* left_sums(const MidMArgs& a, int worker, int tile, int thread) {
+  const int64_t slot = int64_t{worker} * 2 + (a.plan.begin(worker) < tile * a.plan.chunks);
+  return reinterpret_cast<float4*>(a.sums) + slot * (kMultipliers * L::kAcc / 4) + thread;
+}
+
+// kBatch sums that a thread of another block has left.
+__device__ __forceinline__ void load_sums(const float4* from, float (&v)[kBatch]) {
 #pragma unroll
-  for (int p = 0; p < S::kPairs; ++p) {
-#pragma unroll
-    for (int i = 0; i < kAcc; ++i) acc[p][i] = 0.0f;
+  for (int i = 0; i < kBatch; i += 4) {
+    const float4 four = __ldcg(from + i / 4 * kMultipliers);
+    v[i] = four.x;
+    v[i + 1] = four.y;
+    v[i + 2] = four.z;
+    v[i + 3] = four.w;
   }
-  int stage = 0, b_stage = 0;
+}
+
+// Adds up a tile that is in several pieces, in their order. False where another block will.
+template <typename L>
+__device__ __forceinline__ bool add_pieces(const MidMArgs& a, const Segment& s, int worker,
+                                           int thread, float (&sums)[L::kAcc]) {
+  const int from = a.plan.worker_of(s.tile, 0);
+  const int to = a.plan.worker_of(s.tile, a.plan.chunks - 1);
+  if (from == to) return true;
+  wait_for_kernel_ahead();  // it sets the counters to zero
+  unsigned* counter = a.counters + s.tile * kMidMWarps + thread / kWarpSize;
+  const unsigned others = static_cast<unsigned>(to - from);
+  if (__shfl_sync(kFullWarp, load_acquire(counter), 0) != others) {
+    float4* mine = left_sums<L>(a, worker, s.tile, thread);
+#pragma unroll
+    for (int i = 0; i < L::kAcc; i += 4) {
+      mine[i / 4 * kMultipliers] = make_float4(sums[i], sums[i + 1], sums[i + 2], sums[i + 3]);
+    }
+    fence_device();
+    __syncwarp();
+    unsigned before = 0;
+    if (thread % kWarpSize == 0) before = atomicAdd(counter, 1u);
+    if (__shfl_sync(kFullWarp, before, 0) != others) return false;
+  }
+  fence_device();
+  // Sums of the pieces before, then this block's, then the pieces after.
+  if (from < worker) {
+#pragma unroll
+    for (int b = 0; b < L::kAcc; b += kBatch) {
+      float total[kBatch];
+      load_sums(left_sums<L>(a, from, s.tile, thread) + b / 4 * kMultipliers, total);
+      for (int w = from + 1; w < worker; ++w) {
+        float v[kBatch];
+        load_sums(left_sums<L>(a, w, s.tile, thread) + b / 4 * kMultipliers, v);
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) total[i] += v[i];
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) sums[b + i] += total[i];
+    }
+  }
+  for (int w = worker + 1; w <= to; ++w) {
+    const float4* theirs = left_sums<L>(a, w, s.tile, thread);
+#pragma unroll
+    for (int b = 0; b < L::kAcc; b += kBatch) {
+      float v[kBatch];
+      load_sums(theirs + b / 4 * kMultipliers, v);
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) sums[b + i] += v[i];
+    }
+  }
+  return true;
+}
+
+// -------------------------------------------------------------------------------------- main loop
+
+template <typename L>
+__device__ __forceinline__ void fetch_a(const MidMArgs& a, int worker, uint32_t base) {
+  Piece piece(a.plan, worker);
+  Segment s;
+  uint32_t ring = base, full = base + L::kBarriers;
+  uint32_t parity = 1;  // of the empty barriers: in the first round there is nothing to wait for
+  wait_for_kernel_ahead();
+  while (piece.next(s)) {
+    const uint8_t* from =
+        a.image + (int64_t{s.m_tile} * a.plan.chunks + s.first) * (2 * L::kABytes);
+    for (int i = 2 * s.count; i > 0; --i) {
+      barrier_wait(full + 8, parity);
+      barrier_expect(full, L::kABytes);
+      copy_bulk(ring, from, L::kABytes, full);
+      from += L::kABytes;
+      ring += L::kABytes;
+      full += 16;
+      if (full == base + L::kEnd) {
+        ring = base;
+        full = base + L::kBarriers;
+        parity ^= 1;
+      }
+    }
+  }
+}
+
+template <typename T, typename L>
+__device__ __forceinline__ void multiply(const MidMArgs& a, int worker, uint32_t base) {
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / kWarpSize;
+  const int lane = thread % kWarpSize;
+  Piece piece(a.plan, worker);
+  Segment s;
+  Weights<L> weights;
+  bool more = piece.next(s);
+  if (more) weights.start(a, s, base, thread);
+  barrier_sync(1, kThreads);  // the others are there
+  const uint64_t operands = wgmma_descriptor(base);
+  int stage = 0, before = 0;
   uint32_t parity = 0;
-  for (int step = 0; step < steps; ++step) {
-    wait_copies<S::kBStages - 2>();
-    const uint32_t source = mine + b_stage * Layout::kBBytes;
-    uint4 codes[kRows];
+  const auto release = [&] {
+    if (lane == 0) barrier_arrive(base + L::kBarriers + 16 * before + 8);
+  };
+  while (more) {
+    float acc[L::kAcc];
 #pragma unroll
-    for (int j = 0; j < kRows; ++j) codes[j] = load_shared(source + j * kThreads * kVectorBytes);
-    const uint4 scales = load_shared(source + kRows * kThreads * kVectorBytes);
-    if (++b_stage == S::kBStages) b_stage = 0;
-    issue();
-    uint32_t factors[kRows][2];
+    for (int i = 0; i < L::kAcc; ++i) acc[i] = 0.0f;
+    uint32_t fragment[2][L::kWords][2][4];  // one set is decoded while products read the other
+    for (int chunk = 0; chunk < s.count; ++chunk) {
+      uint4 words[kRows];
+      uint32_t factors[kRows][2];
+      weights.template read<T>(words, factors, lane % 4);
 #pragma unroll
-    for (int j = 0; j < kRows; ++j) {
-      const uint32_t four =
-          S::kPairs == 2 || first_j == 0 ? word(scales, j) : word(scales, (j + 2) % 4);
-      scale_pairs(four >> (16 * (t % 2)), factors[j], T{});
-    }
-    barrier_wait(barriers + stage * 16, parity);
-    const uint64_t operand = wgmma_descriptor(ring + stage * Layout::kABytes);
-    // Fragments alternate between two sets: a product reads one while the other is decoded.
-    uint32_t fragment[2][2][4];
+      for (int first = 0; first < 4; first += L::kWords) {
+        auto& set = fragment[first / L::kWords % 2];
 #pragma unroll
-    for (int w = 0; w < 4; ++w) {
-#pragma unroll
-      for (int p = 0; p < S::kPairs; ++p) {
-        auto& f = fragment[(w * S::kPairs + p) % 2];
-        wgmma_wait<1>();
-        uint32_t low[4], high[4];
-        decode8_split<T>(word(codes[2 * p], w), factors[2 * p][w / 2], low);
-        decode8_split<T>(word(codes[2 * p + 1], w), factors[2 * p + 1][w / 2], high);
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          f[h][0] = low[2 * h];
-          f[h][1] = high[2 * h];
-          f[h][2] = low[2 * h + 1];
-          f[h][3] = high[2 * h + 1];
+        for (int i = 0; i < L::kWords; ++i) {
+          const int w = first + i;
+          decode<T>(set[i], word(words[0], w), word(words[1], w), factors[0][w / 2],
+                    factors[1][w / 2]);
         }
-        const uint64_t slots = operand + (w / 2) * (kN * 128 / 16) + (w % 2) * 4;
+        if (first % 2 == 0) barrier_wait(base + L::kBarriers + 16 * stage, parity);
         wgmma_fence();
-        wgmma(acc[p], f[0], slots, T{});
-        wgmma(acc[p], f[1], slots + 2, T{});
+#pragma unroll
+        for (int i = 0; i < L::kWords; ++i) {
+          const uint64_t operand =
+              operands + stage * (L::kABytes / 16) + (first + i) % 2 * (4 * kVectorBytes / 16);
+          wgmma(acc, set[i][0], operand, T{});
+          wgmma(acc, set[i][1], operand + 2, T{});
+        }
         wgmma_commit();
+        wgmma_wait<1>();  // the other set is free, and with a stage's first words the one before
+        if (first % 2 == 0 && (chunk > 0 || first > 0)) release();
+        if ((first + L::kWords) % 2 == 0) {
+          before = stage;
+          if (++stage == L::kAStages) {
+            stage = 0;
+            parity ^= 1;
+          }
+        }
       }
     }
     wgmma_wait<0>();
-    if (lane == 0) barrier_arrive(barriers + stage * 16 + 8);
-    if (++stage == S::kAStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-    // Refill the stage of a step ago: the others are done with it by now, or nearly.
-    if (fetches && step >= 1 && step - 1 + S::kAStages < steps) {
-      barrier_wait(barriers + (step - 1) % S::kAStages * 16 + 8, (step - 1) / S::kAStages & 1);
-      fetch(step - 1 + S::kAStages);
-    }
-    __syncwarp();
-  }
-  wait_copies<0>();
-  __syncthreads();
-
-  float* sums = reinterpret_cast<float*>(dynamic_shared());  // [row of A][row of B]
-#pragma unroll
-  for (int turn = 0; turn < S::kAlongK; ++turn) {
-    if (along_k == turn) {
-#pragma unroll
-      for (int p = 0; p < S::kPairs; ++p) {
-#pragma unroll
-        for (int i = 0; i < kAcc; ++i) {
-          const int m = i / 4 * 8 + 2 * t + i % 2;
-          const int j = first_j + 2 * p + i % 4 / 2;
-          float& sum = sums[m * kTilePitch + side * kTileRows + 32 * j + in_tile];
-          sum = turn == 0 ? acc[p][i] : sum + acc[p][i];
-        }
-      }
-    }
-    __syncthreads();
-  }
-  if (a.cluster > 1) cluster_sync();
-  const float alpha = load_scalar(q.alpha);
-  const int rows = static_cast<int>(min(int64_t{kN}, q.m - int64_t{blockIdx.y} * kN));
-  for (int e = rank * kThreads + static_cast<int>(threadIdx.x); e < rows * kBlockRows;
-       e += a.cluster * kThreads) {
-    const int m = e / kBlockRows, in_block = e % kBlockRows;
-    const int64_t n = block * kBlockRows + in_block;
-    if (n >= q.n) continue;
-    const float* at = sums + m * kTilePitch + in_block;
-    float sum = *at;
-    if (a.cluster > 1) {
-      float parts[kMaxCluster];
-#pragma unroll
-      for (int r = 0; r < kMaxCluster; ++r) {
-        parts[r] = r < a.cluster ? load_cluster(shared_address(at), r) : 0.0f;
-      }
-      sum = parts[0];
-#pragma unroll
-      for (int r = 1; r < kMaxCluster; ++r) {
-        if (r < a.cluster) sum += parts[r];
-      }
-    }
-    const float bias = q.bias ? load_as_float(q.bias, q.bias_type, n) : 0.0f;
-    const int64_t index = (int64_t{blockIdx.y} * kN + m) * q.n + n;
-    const float v = fma_rn(alpha, sum * a.unit, bias);
-    switch (q.out_type) {
+    pin_registers(acc);
+    release();
+    const Segment done = s;
+    const Epilogue epilogue(a.gemm, done, warp, lane);
+    more = piece.next(s);
+    if (more) weights.start(a, s, base, thread);
+    if (!add_pieces<L>(a, done, worker, thread, acc)) continue;
+    switch (a.gemm.out_type) {
       case DType::kFloat32:
-        static_cast<float*>(q.out)[index] = from_float<float>(v);
+        store<float, L>(a, done, epilogue, warp, lane, acc);
         break;
       case DType::kBFloat16:
-        static_cast<__nv_bfloat16*>(q.out)[index] = from_float<__nv_bfloat16>(v);
+        store<__nv_bfloat16, L>(a, done, epilogue, warp, lane, acc);
         break;
       default:
-        static_cast<__half*>(q.out)[index] = from_float<__half>(v);
+        store<__half, L>(a, done, epilogue, warp, lane, acc);
     }
   }
-  if (a.cluster > 1) cluster_sync();  // a block's sums outlive their last reader
+  wait_copies<0>();
+}
+
+template <typename T, typename L>
+__global__ void __launch_bounds__(kThreads, 1) mid_m_kernel(const __grid_constant__ MidMArgs a) {
+#if NVFP4_WGMMA
+  const uint32_t start = shared_address(dynamic_shared());
+  uint32_t base = (start + kSwizzleBytes - 1) / kSwizzleBytes * kSwizzleBytes;
+  keep(base);
+  const int worker = static_cast<int>(blockIdx.x);
+  if (threadIdx.x >= kMultipliers) {
+    give_registers<kFetcherRegisters>();
+    if (threadIdx.x == kMultipliers) {
+      for (uint32_t at = base + L::kBarriers; at < base + L::kEnd; at += 16) {
+        barrier_init(at, 1);
+        barrier_init(at + 8, kMidMWarps);
+      }
+      fence_barrier_init();
+    }
+    __syncwarp();
+    barrier_arrive(1, kThreads);
+    if (threadIdx.x == kMultipliers) fetch_a<L>(a, worker, base);
+  } else {
+    take_registers<kMultiplierRegisters>();
+    multiply<T, L>(a, worker, base);
+  }
+#endif
 }
 
 // ------------------------------------------------------------------------------------------- host
 
-using Kernel = void (*)(const MidMArgs);
-
-struct MidMDevice {
-  int resident[kMaxCluster + 1];  // blocks at once, in clusters of c
-};
-
-template <typename T, int kN>
+template <typename T, typename L>
 void allow_shared() {
-  check(cudaFuncSetAttribute(reinterpret_cast<const void*>(mid_m_kernel<T, kN>),
-                             cudaFuncAttributeMaxDynamicSharedMemorySize, Shared<kN>::kBytes),
+  check(cudaFuncSetAttribute(reinterpret_cast<const void*>(mid_m_kernel<T, L>),
+                             cudaFuncAttributeMaxDynamicSharedMemorySize, L::kBytes),
         "cudaFuncSetAttribute");
 }
 
-cudaLaunchConfig_t launch_config(dim3 grid, uint32_t shared_bytes, int cluster, Stream stream,
-                                 cudaLaunchAttribute& attribute) {
-  cudaLaunchConfig_t config = {};
-  config.gridDim = grid;
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = as_stream(stream);
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
-  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-  config.attrs = &attribute;
-  config.numAttrs = cluster > 1 ? 1 : 0;
-  return config;
+// A multiprocessor that need not change its split of L1 and shared memory takes the next kernel's
+// block at once.
+template <typename T, bool kPackedA>
+void split_like_mid_m() {
+  check(cudaFuncSetAttribute(reinterpret_cast<const void*>(image_kernel<T, kPackedA>),
+                             cudaFuncAttributePreferredSharedMemoryCarveout,
+                             cudaSharedmemCarveoutMaxShared),
+        "cudaFuncSetAttribute");
 }
 
-const MidMDevice& mid_m_device(const Device& device) {
+// Once a device: the kernels' shared memory. Compiled for another target a kernel is a husk without
+// wgmma: few registers give it away.
+void prepare(const Device& device) {
   constexpr int kMaxDevices = 64;
   static std::once_flag once[kMaxDevices];
-  static MidMDevice devices[kMaxDevices];
-  MidMDevice& d = devices[device.index];
-  std::call_once(once[device.index], [&] {
-    allow_shared<__nv_bfloat16, 64>();
-    allow_shared<__nv_bfloat16, 128>();
-    allow_shared<__half, 64>();
-    allow_shared<__half, 128>();
-    // Compiled for another target the kernel is a husk without wgmma: few registers give it away.
+  std::call_once(once[device.index], [] {
     cudaFuncAttributes attributes = {};
-    check(cudaFuncGetAttributes(&attributes, mid_m_kernel<__nv_bfloat16, 128>),
+    check(cudaFuncGetAttributes(&attributes,
+                                reinterpret_cast<const void*>(mid_m_kernel<__half, Layout<256>>)),
           "cudaFuncGetAttributes");
     if (attributes.numRegs < 100) {
       throw std::runtime_error(
           "gemm_mid_m was not compiled for sm_90a: build with 90a in NVFP4_CUDA_ARCHS");
     }
-    d.resident[1] = device.sm_count;
-    for (int c = 2; c <= kMaxCluster; ++c) {
-      cudaLaunchAttribute attribute = {};
-      const auto config =
-          launch_config(dim3(static_cast<unsigned>(c)), Shared<128>::kBytes, c, nullptr, attribute);
-      int clusters = 0;
-      if (cudaOccupancyMaxActiveClusters(&clusters, mid_m_kernel<__nv_bfloat16, 128>, &config) !=
-          cudaSuccess) {
-        cudaGetLastError();
-        clusters = 0;
-      }
-      d.resident[c] = clusters * c;
-    }
+    allow_shared<__nv_bfloat16, Layout<64>>();
+    allow_shared<__nv_bfloat16, Layout<128>>();
+    allow_shared<__nv_bfloat16, Layout<192>>();
+    allow_shared<__nv_bfloat16, Layout<256>>();
+    allow_shared<__half, Layout<64>>();
+    allow_shared<__half, Layout<128>>();
+    allow_shared<__half, Layout<192>>();
+    allow_shared<__half, Layout<256>>();
+    split_like_mid_m<__half, true>();
+    split_like_mid_m<__half, false>();
+    split_like_mid_m<__nv_bfloat16, false>();
   });
-  return d;
 }
 
-int rows_per_tile(int64_t m) { return m <= 64 ? 64 : 128; }
-
-// Blocks of one wave take as long as their chunks, and a while to start and to add up.
-int pick_cluster(int64_t m, int64_t n, int64_t total_chunks, const MidMDevice& device) {
-  constexpr int64_t kOverheadChunks = 4;
-  const int64_t tiles = ceil_div(n, kBlockRows) * ceil_div(m, rows_per_tile(m));
-  int best = 1;
-  int64_t best_cost = 0;
-  for (int c = 1; c <= kMaxCluster; ++c) {
-    if (device.resident[c] == 0) continue;
-    const int64_t chunks = ceil_div(total_chunks, c);
-    if (c > 1 && chunks * (c - 1) >= total_chunks) continue;
-    const int64_t cost = ceil_div(tiles * c, device.resident[c]) * (chunks + kOverheadChunks);
-    if (best_cost == 0 || cost < best_cost) {
-      best = c;
-      best_cost = cost;
-    }
-  }
-  return best;
-}
-
-template <typename T, int kN>
-void launch_mid_m(MidMArgs& a, bool packed, Stream stream) {
-  const int64_t m_tiles = ceil_div(a.gemm.m, kN), rows = m_tiles * kN;
-  const dim3 image_grid(static_cast<unsigned>(ceil_div(rows * a.total_chunks * 4, 256)));
-  launch("gemm_mid_m, A's image", packed ? image_kernel<T, true, kN> : image_kernel<T, false, kN>,
-         image_grid, 256, stream, a, rows);
+// The main kernel starts when the image's blocks are all under way, and waits for their end where
+// it needs it. Whoever wrote the operands was over before the image kernel began.
+template <typename T, typename L>
+void launch_mid_m(const MidMArgs& a, bool packed, Stream stream) {
+  void (*image)(const MidMArgs) = image_kernel<T, false>;
+  if constexpr (std::is_same_v<T, __half>) image = packed ? image_kernel<T, true> : image;
+  const dim3 image_grid(static_cast<unsigned>(ceil_div(a.plan.chunks * 4, kImageThreads)),
+                        static_cast<unsigned>(a.plan.m_tiles * a.plan.rows));
+  launch("gemm_mid_m, A's image", image, image_grid, kImageThreads, stream, a);
   cudaLaunchAttribute attribute = {};
-  const dim3 grid(static_cast<unsigned>(ceil_div(a.gemm.n, kBlockRows) * a.cluster),
-                  static_cast<unsigned>(m_tiles));
-  const auto config = launch_config(grid, Shared<kN>::kBytes, a.cluster, stream, attribute);
-  check(cudaLaunchKernelEx(&config, mid_m_kernel<T, kN>, static_cast<const MidMArgs&>(a)),
-        "gemm_mid_m");
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(a.plan.workers));
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = L::kBytes;
+  config.stream = as_stream(stream);
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  check(cudaLaunchKernelEx(&config, mid_m_kernel<T, L>, a), "gemm_mid_m");
+}
+
+template <typename T>
+void launch_tuned(const MidMArgs& a, bool packed, Stream stream) {
+  switch (a.plan.rows) {
+    case 64:
+      return launch_mid_m<T, Layout<64>>(a, packed, stream);
+    case 128:
+      return launch_mid_m<T, Layout<128>>(a, packed, stream);
+    case 192:
+      return launch_mid_m<T, Layout<192>>(a, packed, stream);
+    default:
+      return launch_mid_m<T, Layout<256>>(a, packed, stream);
+  }
 }
 
 }  // namespace
 
 void gemm_mid_m(const SmallMParams& p, void* workspace, Stream stream) {
   if (p.m == 0 || p.n == 0) return;
-  const bool packed = p.a_scale != nullptr;
-  const MidMDevice& device = mid_m_device(current_device());
+  const Device device = current_device();
+  prepare(device);
+  const bool packed = p.a_scale != nullptr, half = packed || p.a_type == DType::kFloat16;
   MidMArgs a = {};
   a.gemm = p;
+  a.plan = plan_mid_m(p.m, p.n, p.k, device.sm_count);
   a.image = static_cast<uint8_t*>(workspace);
-  a.total_chunks = static_cast<int>(ceil_div(p.k, kChunkK));
-  a.cluster = pick_cluster(p.m, p.n, a.total_chunks, device);
-  a.chunks = static_cast<int>(ceil_div(a.total_chunks, a.cluster));
+  a.sums = reinterpret_cast<float*>(a.image + mid_m_image_bytes(a.plan));
+  a.counters =
+      reinterpret_cast<unsigned*>(a.image + mid_m_image_bytes(a.plan) + mid_m_sums_bytes(a.plan));
   a.tiles_per_row = ceil_div(p.k / kBlockSize, kTileCols);
-  const bool half = packed || p.a_type == DType::kFloat16;
   const float unit = half ? 1.0f / kSplitUnit<__half> : 1.0f / kSplitUnit<__nv_bfloat16>;
   a.unit = packed ? unit * unit : unit;
-  if (rows_per_tile(p.m) == 64) {
-    half ? launch_mid_m<__half, 64>(a, packed, stream)
-         : launch_mid_m<__nv_bfloat16, 64>(a, packed, stream);
-  } else {
-    half ? launch_mid_m<__half, 128>(a, packed, stream)
-         : launch_mid_m<__nv_bfloat16, 128>(a, packed, stream);
-  }
+  half ? launch_tuned<__half>(a, packed, stream) : launch_tuned<__nv_bfloat16>(a, packed, stream);
 }
 
 }  // namespace nvfp4::cuda

@@ -108,6 +108,44 @@ __device__ __forceinline__ void store_matrices_transposed(uint32_t address,
 #endif
 }
 
+// Lane l holds values 2 (l % 4) and 2 (l % 4) + 1 of row l / 4 of an 8 x 8 matrix of 16-bit values,
+// and gets the same of its transpose.
+__device__ __forceinline__ uint32_t transpose_matrix(uint32_t pair) {
+  uint32_t out;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(pair));
+  return out;
+}
+
+// ------------------------------------------------------------------ kernels that follow each other
+
+// The kernel behind this one, if launched for it, may start: all it may not do is in its wait.
+__device__ __forceinline__ void let_next_kernel_start() {
+#if NVFP4_WGMMA
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+// Until the kernel ahead is over and its writes are visible.
+__device__ __forceinline__ void wait_for_kernel_ahead() {
+#if NVFP4_WGMMA
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// What came before this, anywhere on the device and seen by this thread, is before what comes
+// after.
+__device__ __forceinline__ void fence_device() {
+#if NVFP4_WGMMA
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ unsigned load_acquire(const unsigned* p) {
+  unsigned v = 0;
+#if NVFP4_WGMMA
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+#endif
+  return v;
+}
+
 // ----------------------------------------------------------------------------------- warpgroups
 
 template <int kRegisters>
@@ -151,6 +189,8 @@ __device__ __forceinline__ void pin_registers(float (&d)[kCount]) {
 
 // And what is computed from this one.
 __device__ __forceinline__ void pin_register(uint32_t& v) { asm volatile("" : "+r"(v)::"memory"); }
+// Keeps a value in a register that the compiler would rather compute anew each time.
+__device__ __forceinline__ void keep(uint32_t& v) { asm volatile("" : "+r"(v)); }
 
 // Rows of 64 16-bit values along k, 128 bytes apart, 16-byte vectors exclusive-ored with row % 8;
 // the rows' start is a multiple of 1024 bytes, `address` is there or 32 i bytes further along k.
@@ -220,6 +260,10 @@ NVFP4_WGMMA_SHARED(128, "m64n256k16", __nv_bfloat16, "bf16", NVFP4_NAMES128, "%1
                    NVFP4_D32(0), NVFP4_D32(32), NVFP4_D32(64), NVFP4_D32(96))
 NVFP4_WGMMA_SHARED(128, "m64n256k16", __half, "f16", NVFP4_NAMES128, "%128, %129",
                    NVFP4_D32(0), NVFP4_D32(32), NVFP4_D32(64), NVFP4_D32(96))
+NVFP4_WGMMA_TYPES(96, "m64n192k16", NVFP4_NAMES96, "{%96,%97,%98,%99}, %100",
+                  NVFP4_D32(0), NVFP4_D32(32), NVFP4_D32(64))
+NVFP4_WGMMA_TYPES(128, "m64n256k16", NVFP4_NAMES128, "{%128,%129,%130,%131}, %132",
+                  NVFP4_D32(0), NVFP4_D32(32), NVFP4_D32(64), NVFP4_D32(96))
 #else
 template <int kCount, typename T>
 __device__ __forceinline__ void wgmma(float (&)[kCount], const uint32_t (&)[4], uint64_t, T) {}

@@ -171,7 +171,13 @@ __device__ __forceinline__ void copy_async(uint32_t target, const void* source, 
                : "memory");
 }
 
-// The same, and L2 fetches the 256 bytes around `source`: for who reads on along a row.
+// The same of 4 bytes, 4-byte aligned.
+__device__ __forceinline__ void copy_async_word(uint32_t target, const void* source, int valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(target), "l"(source), "r"(valid)
+               : "memory");
+}
+
+// copy_async, and L2 fetches the 256 bytes around `source`: for who reads on along a row.
 __device__ __forceinline__ void copy_async_ahead(uint32_t target, const void* source, int valid) {
   asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
                "r"(valid)

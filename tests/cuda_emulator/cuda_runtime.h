@@ -76,6 +76,7 @@ struct Machine {
   int sm_count = 3;
   int cc_major = 9;
   int shared_per_sm = 228 * 1024, shared_per_block = 227 * 1024;
+  enum Order { kForwards, kBackwards, kOddFirst } order = kForwards;  // of blocks, or clusters
 };
 extern Machine machine;
 
@@ -89,7 +90,8 @@ const Deposit* exchange(const Deposit& mine);
 int lane();
 int cluster_rank();
 uint8_t* shared_memory(int rank);  // of this cluster's block `rank`
-void queue_copy(uint32_t target, const void* source, int valid);
+// `bytes` to shared memory, those from `valid` on as zeros.
+void queue_copy(uint32_t target, const void* source, int bytes, int valid);
 void commit_copies();
 void wait_copies(int pending);
 void launch(dim3 grid, dim3 block, int cluster, size_t shared_bytes,
@@ -98,6 +100,16 @@ void launch(dim3 grid, dim3 block, int cluster, size_t shared_bytes,
 
 inline void __syncthreads() { emulator::sync_block(); }
 inline void __syncwarp() { emulator::exchange({}); }
+inline void __threadfence() {}
+template <typename T>
+T __ldcg(const T* p) {
+  return *p;
+}
+inline unsigned atomicAdd(unsigned* p, unsigned v) {
+  const unsigned before = *p;
+  *p += v;
+  return before;
+}
 inline float __shfl_xor_sync(unsigned, float v, int mask) {
   const auto* all = emulator::exchange({{__float_as_uint(v)}});
   return __uint_as_float(all[emulator::lane() ^ mask].word[0]);
@@ -105,6 +117,9 @@ inline float __shfl_xor_sync(unsigned, float v, int mask) {
 inline float __shfl_sync(unsigned, float v, int source, int width) {
   const auto* all = emulator::exchange({{__float_as_uint(v)}});
   return __uint_as_float(all[emulator::lane() / width * width + source % width].word[0]);
+}
+inline uint32_t __shfl_sync(unsigned, uint32_t v, int source) {
+  return emulator::exchange({{v}})[source].word[0];
 }
 inline uint32_t __shfl_xor_sync(unsigned, uint32_t v, int mask) {
   return emulator::exchange({{v}})[emulator::lane() ^ mask].word[0];
@@ -127,7 +142,11 @@ enum cudaDeviceAttr {
   cudaDevAttrMaxSharedMemoryPerMultiprocessor,
   cudaDevAttrMaxSharedMemoryPerBlockOptin,
 };
-enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+enum cudaFuncAttribute {
+  cudaFuncAttributeMaxDynamicSharedMemorySize,
+  cudaFuncAttributePreferredSharedMemoryCarveout,
+};
+enum { cudaSharedmemCarveoutMaxShared = 100 };
 enum cudaLaunchAttributeID {
   cudaLaunchAttributeClusterDimension,
   cudaLaunchAttributeProgrammaticStreamSerialization,
@@ -183,7 +202,12 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* c, void (*kernel)(Param
   if (!grid_fits || c->dynamicSmemBytes > static_cast<size_t>(emulator::machine.shared_per_block)) {
     return cudaErrorInvalidValue;
   }
-  const int cluster = c->numAttrs ? static_cast<int>(c->attrs->val.clusterDim.x) : 1;
+  int cluster = 1;
+  for (unsigned i = 0; i < c->numAttrs; ++i) {
+    if (c->attrs[i].id == cudaLaunchAttributeClusterDimension) {
+      cluster = static_cast<int>(c->attrs[i].val.clusterDim.x);
+    }
+  }
   if (c->gridDim.x % cluster != 0) return cudaErrorInvalidValue;
   const std::tuple<Parameters...> copy(arguments...);
   emulator::launch(c->gridDim, c->blockDim, cluster, c->dynamicSmemBytes,

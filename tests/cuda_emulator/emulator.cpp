@@ -27,7 +27,7 @@ struct Barrier {
 struct Copy {
   uint32_t target;
   const void* source;
-  int valid;
+  int bytes, valid;
 };
 
 struct Block {
@@ -94,12 +94,12 @@ const Deposit* exchange(const Deposit& mine) {
   return side;
 }
 
-void queue_copy(uint32_t target, const void* source, int valid) {
-  if (reinterpret_cast<uintptr_t>(source) % 16 || target % 16 || valid < 0 || valid > 16) {
+void queue_copy(uint32_t target, const void* source, int bytes, int valid) {
+  if (reinterpret_cast<uintptr_t>(source) % bytes || target % bytes || valid < 0 || valid > bytes) {
     std::fprintf(stderr, "misaligned asynchronous copy\n");
     std::abort();
   }
-  current->open.push_back({target, source, valid});
+  current->open.push_back({target, source, bytes, valid});
 }
 
 void commit_copies() {
@@ -112,7 +112,7 @@ void wait_copies(int pending) {
   while (static_cast<int>(groups.size()) > pending) {
     for (const Copy& c : groups.front()) {
       uint8_t* target = current->block->shared.data() + c.target;
-      std::memset(target, 0, 16);
+      std::memset(target, 0, static_cast<size_t>(c.bytes));
       if (c.valid) std::memcpy(target, c.source, static_cast<size_t>(c.valid));
     }
     groups.erase(groups.begin());
@@ -190,7 +190,13 @@ void launch(dim3 grid, dim3 block, int cluster, size_t shared_bytes,
   gridDim = grid;
   body = &thread;
   for (unsigned y = 0; y < grid.y; ++y) {
-    for (unsigned first = 0; first < grid.x; first += cluster) {
+    const unsigned clusters = grid.x / cluster, odd = clusters / 2;
+    for (unsigned i = 0; i < clusters; ++i) {
+      const unsigned next = machine.order == Machine::kBackwards  ? clusters - 1 - i
+                            : machine.order == Machine::kForwards ? i
+                            : i < odd                             ? 2 * i + 1
+                                                                  : 2 * (i - odd);
+      const unsigned first = next * cluster;
       std::vector<std::unique_ptr<Warp>> warps;
       const size_t used = prepare(pool, warps, first, y, block.x, cluster, shared_bytes);
       while (turn(pool, used) < used) {

@@ -109,10 +109,13 @@ inline uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(static_cast<const uint8_t*>(p) - dynamic_shared());
 }
 inline void copy_async(uint32_t target, const void* source, int valid) {
-  emulator::queue_copy(target, source, valid);
+  emulator::queue_copy(target, source, 16, valid);
+}
+inline void copy_async_word(uint32_t target, const void* source, int valid) {
+  emulator::queue_copy(target, source, 4, valid);
 }
 inline void copy_async_ahead(uint32_t target, const void* source, int valid) {
-  emulator::queue_copy(target, source, valid);
+  emulator::queue_copy(target, source, 16, valid);
 }
 inline void commit_copies() { emulator::commit_copies(); }
 template <int kPending>

@@ -1,0 +1,294 @@
+// Runs gemm_mid_m of csrc/cuda on the emulator and compares it with a plain FP64 loop.
+//
+// Every kind of A, ragged sizes, tiles in one piece and in several, NaN scales; memory ends at a
+// page that can't be read. Also the plans of many problems. Returns the number of failures.
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <random>
+#include <utility>
+#include <vector>
+
+#include "cuda/mid_m_plan.h"
+#include "cuda_bf16.h"
+#include "cuda_fp16.h"
+#include "kernels.h"
+#include "nvfp4.h"
+
+// Its scheduler is needed here, for barriers.
+#include "../cuda_emulator/emulator.cpp"
+
+namespace emulator {
+
+Barrier named[16];
+
+void sync_named(int id, int threads) {
+  named[id].expected = threads;
+  wait(named[id]);
+}
+void arrive_named(int id, int threads) {
+  Barrier& b = named[id];
+  b.expected = threads;
+  if (++b.arrived < threads) return;
+  b.arrived = 0;
+  ++b.generation;
+}
+
+// A phase is over when all have arrived and as many bytes as they have announced.
+struct SharedBarrier {
+  int arrivals = 0, left = 0, bytes = 0;
+  Barrier phase;
+
+  void check() {
+    if (left > 0 || bytes != 0) return;
+    left = arrivals;
+    ++phase.generation;
+  }
+};
+std::map<std::pair<int, uint32_t>, SharedBarrier> shared_barriers;
+
+void init_barrier(uint32_t address, int arrivals) {
+  shared_barriers[{cluster_rank(), address}] = {arrivals, arrivals, 0, {}};
+}
+void arrive(int rank, uint32_t address, int bytes_expected) {
+  SharedBarrier& b = shared_barriers.at({rank, address});
+  b.bytes += bytes_expected;
+  if (--b.left < 0) {
+    std::fprintf(stderr, "a barrier got more arrivals than it expects\n");
+    std::abort();
+  }
+  b.check();
+}
+void bytes_arrived(int rank, uint32_t address, int bytes) {
+  SharedBarrier& b = shared_barriers.at({rank, address});
+  b.bytes -= bytes;
+  b.check();
+}
+void wait_barrier(uint32_t address, uint32_t parity) {
+  SharedBarrier& b = shared_barriers.at({cluster_rank(), address});
+  while (static_cast<uint32_t>(b.phase.generation % 2) == parity) {
+    current->waiting = &b.phase;
+    current->generation = b.phase.generation;
+    swapcontext(&current->context, &scheduler);
+  }
+}
+
+}  // namespace emulator
+
+using namespace nvfp4;
+
+namespace {
+
+std::mt19937 rng(5);
+float uniform() { return static_cast<float>(rng()) * 0x1p-31f - 1.0f; }
+
+// `size` bytes of 0x7F, NaN in every type, that end at an unreadable page.
+class Buffer {
+ public:
+  explicit Buffer(int64_t size) {
+    const int64_t page = sysconf(_SC_PAGESIZE), used = round_up(size, 16);
+    mapped_ = round_up(std::max<int64_t>(used, 1), page) + page;
+    base_ = static_cast<uint8_t*>(
+        mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    mprotect(base_ + mapped_ - page, page, PROT_NONE);
+    data_ = base_ + mapped_ - page - used;
+    std::memset(data_, 0x7F, used);
+  }
+  ~Buffer() { munmap(base_, mapped_); }
+  Buffer(const Buffer&) = delete;
+  uint8_t* data() { return data_; }
+  template <typename T>
+  T* as() {
+    return reinterpret_cast<T*>(data_);
+  }
+
+ private:
+  int64_t mapped_;
+  uint8_t *base_, *data_;
+};
+
+int64_t size_of(DType t) { return t == DType::kFloat32 ? 4 : 2; }
+
+float load(const void* p, DType t, int64_t i) {
+  if (t == DType::kFloat32) return static_cast<const float*>(p)[i];
+  if (t == DType::kBFloat16) return __bfloat162float(static_cast<const __nv_bfloat16*>(p)[i]);
+  return __half2float(static_cast<const __half*>(p)[i]);
+}
+
+// Packed rows; the scales' padding stays NaN: it must not matter.
+struct Packed {
+  int64_t k, tiles;
+  Buffer data, scale;
+  Packed(int64_t rows, int64_t k)
+      : k(k),
+        tiles((k / kBlockSize + kTileCols - 1) / kTileCols),
+        data(rows * k / 2),
+        scale(round_up(rows, kTileRows) * tiles * kTileCols) {
+    for (int64_t i = 0; i < rows * k / 2; ++i) data.data()[i] = static_cast<uint8_t>(rng());
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t c = 0; c < k / kBlockSize; ++c) {
+        scale.data()[swizzled_offset(r, c, tiles)] = static_cast<uint8_t>(rng() % 0x7F);
+      }
+    }
+  }
+  double at(int64_t r, int64_t c) {
+    return double{e2m1_to_float(data.data()[(r * k + c) / 2] >> (c % 2 ? 4 : 0) & 0xF)} *
+           e4m3_to_float(scale.data()[swizzled_offset(r, c / kBlockSize, tiles)]);
+  }
+};
+
+enum Kind { kPacked, kBf16, kFp16, kKinds };
+
+bool run_case(int64_t m, int64_t n, int64_t k, int kind, int sms, bool nan_rows,
+              emulator::Machine::Order order) {
+  const cuda::MidMPlan plan = cuda::plan_mid_m(m, n, k, sms);
+  emulator::machine.index = emulator::machine.sm_count = sms;
+  emulator::machine.order = order;
+  Packed b(n, k), packed_a(kind == kPacked ? m : 0, k);
+  const int64_t stride = k + 8;
+  const DType a_type = kind == kFp16 ? DType::kFloat16 : DType::kBFloat16;
+  Buffer dense(kind == kPacked ? 0 : ((m - 1) * stride + k) * 2);
+  for (int64_t r = 0; kind != kPacked && r < m; ++r) {
+    for (int64_t c = 0; c < k; ++c) {
+      if (kind == kFp16) {
+        dense.as<__half>()[r * stride + c] = __float2half_rn(uniform());
+      } else {
+        dense.as<__nv_bfloat16>()[r * stride + c] = __float2bfloat16_rn(uniform());
+      }
+    }
+  }
+  if (nan_rows) {
+    b.scale.data()[swizzled_offset(n / 2, k / kBlockSize / 2, b.tiles)] = kE4m3Nan;
+    if (kind == kPacked)
+      packed_a.scale.data()[swizzled_offset(m / 2, 0, packed_a.tiles)] = kE4m3Nan;
+  }
+  SmallMParams p;
+  p.m = m;
+  p.n = n;
+  p.k = k;
+  p.b = b.data.data();
+  p.b_scale = b.scale.data();
+  p.a = kind == kPacked ? packed_a.data.data() : dense.data();
+  if (kind == kPacked) p.a_scale = packed_a.scale.data();
+  p.a_type = a_type;
+  p.a_row_stride = stride;
+  Buffer alpha(4), bias(n * 4);
+  *alpha.as<float>() = 0.01f;
+  if (rng() % 2) {
+    p.alpha.device = alpha.as<float>();
+  } else {
+    p.alpha.value = 0.01f;
+  }
+  if (rng() % 2) {
+    p.bias = bias.data();
+    for (int64_t i = 0; i < n; ++i) bias.as<float>()[i] = uniform();
+  }
+  p.out_type = static_cast<DType>(rng() % 3);
+  Buffer out(m * n * size_of(p.out_type)), workspace(cuda::mid_m_workspace(plan));
+  p.out = out.data();
+  cuda::gemm_mid_m(p, workspace.data(), nullptr);
+
+  int64_t wrong = 0;
+  for (int64_t i = 0; i < m * n; ++i) {
+    const int64_t row = i / n, col = i % n;
+    double sum = 0, magnitude = 0;
+    for (int64_t c = 0; c < k; ++c) {
+      const double left =
+          kind == kPacked ? packed_a.at(row, c) : load(p.a, a_type, row * stride + c);
+      const double product = left * b.at(col, c);
+      sum += product;
+      magnitude += std::fabs(product);
+    }
+    const double want = 0.01f * sum + (p.bias ? bias.as<float>()[col] : 0.0f);
+    const float got = load(out.data(), p.out_type, i);
+    bool right;
+    if (want != want) {
+      const uint32_t nan = p.out_type == DType::kFloat32    ? kNanFloat32
+                           : p.out_type == DType::kBFloat16 ? kNanBFloat16
+                                                            : kNanFloat16;
+      right = std::memcmp(&nan, out.data() + i * size_of(p.out_type), size_of(p.out_type)) == 0;
+    } else {
+      const double ulp = p.out_type == DType::kFloat32   ? 0x1p-22
+                         : p.out_type == DType::kFloat16 ? 0x1p-10
+                                                         : 0x1p-7;
+      const double allowed = 0.01f * magnitude * 0x1p-21 + ulp * std::fabs(want) + 1e-7;
+      right = std::fabs(got - want) <= allowed ||
+              (p.out_type == DType::kFloat16 && std::fabs(want) > 65000 && std::isinf(got));
+    }
+    if (!right && wrong++ == 0)
+      std::printf("  first: row %ld, column %ld: %g, not %g\n", long(row), long(col), got, want);
+  }
+  if (wrong == 0) return true;
+  std::printf(
+      "gemm_mid_m: %ld of %ld wrong: m=%ld n=%ld k=%ld kind=%d sms=%d rows=%d workers=%d out=%d\n",
+      long(wrong), long(m * n), long(m), long(n), long(k), kind, sms, plan.rows, plan.workers,
+      static_cast<int>(p.out_type));
+  return false;
+}
+
+// What every plan must be: the pieces cover all chunks, and worker_of finds them.
+bool check_plan(int64_t m, int64_t n, int64_t k, int sms) {
+  const cuda::MidMPlan p = cuda::plan_mid_m(m, n, k, sms);
+  const auto wrong = [&](const char* what) {
+    std::printf(
+        "plan_mid_m: %s: m=%ld n=%ld k=%ld sms=%d rows=%d tiles=%d chunks=%d finish=%d "
+        "workers=%d\n",
+        what, long(m), long(n), long(k), sms, p.rows, p.tiles, p.chunks, p.finish, p.workers);
+    return false;
+  };
+  if (!p.ok()) return wrong("no plan");
+  if (p.workers > sms && p.workers > 1) return wrong("more workers than multiprocessors");
+  if (int64_t{p.rows} * p.m_tiles < m) return wrong("rows of A are missing");
+  if (p.tiles / p.m_tiles * int64_t{cuda::kMidMTileN} < n) return wrong("rows of B are missing");
+  if (int64_t{p.chunks} * cuda::kMidMChunkK < k) return wrong("some of k is missing");
+  if (p.begin(0) != 0 || p.begin(p.workers) != p.tiles * p.chunks) return wrong("the ends");
+  for (int w = 0; w < p.workers; ++w) {
+    const int from = p.begin(w), to = p.begin(w + 1);
+    if (to < from) return wrong("a piece ends before it begins");
+    for (const int chunk : {from, to - 1}) {
+      if (from < to && p.worker_of(chunk / p.chunks, chunk % p.chunks) != w)
+        return wrong("worker_of");
+    }
+  }
+  return true;
+}
+
+}  // namespace
+
+int main() {
+  int failed = 0;
+  for (const int sms : {1, 2, 7, 48, 132}) {
+    for (const int64_t m : {1, 33, 64, 65, 128, 129, 256, 300, 384, 512, 2048}) {
+      for (const int64_t n : {1, 77, 128, 129, 4096, 5376, 28672}) {
+        for (const int64_t k : {32, 160, 4096, 14336, 28672}) failed += !check_plan(m, n, k, sms);
+      }
+    }
+  }
+  if (cuda::plan_mid_m(2048, int64_t{1} << 24, 14336, 132).ok()) {
+    std::printf("plan_mid_m: a problem too large for 32 bits has a plan\n");
+    ++failed;
+  }
+  const struct {
+    int64_t m, n, k;
+    int sms;
+  } cases[] = {{33, 300, 672, 2},  {33, 40, 32, 1},   {65, 140, 160, 2},
+               {100, 300, 672, 2}, {70, 20, 1312, 5}, {180, 300, 416, 2},
+               {250, 300, 288, 2}, {257, 24, 640, 1}, {500, 77, 160, 2}};
+  using Machine = emulator::Machine;
+  int kind = 0;
+  for (const auto& c : cases) {
+    for (const auto order : {Machine::kForwards, Machine::kBackwards}) {
+      const bool nan_rows = order == Machine::kBackwards;
+      failed += !run_case(c.m, c.n, c.k, kind++ % kKinds, c.sms, nan_rows, order);
+    }
+  }
+  // The middle one of three workers leaves sums of two tiles.
+  failed += !run_case(33, 200, 3872, kPacked, 3, false, Machine::kOddFirst);
+  std::printf("gemm_mid_m: %d failed\n", failed);
+  return failed;
+}
