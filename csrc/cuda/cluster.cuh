@@ -1,4 +1,4 @@
-// Hopper's clusters, and kernels that overlap with the one ahead: one function each.
+// Hopper's clusters beyond common.cuh's: one function each.
 //
 // Husks in code for other targets. As with ptx.cuh, a test that runs the kernels on a CPU sets the
 // guard and brings its own.
@@ -38,19 +38,6 @@ __device__ __forceinline__ void store_cluster_async(uint32_t address, int rank, 
           address),
       "r"(rank), "r"(__float_as_uint(v)), "r"(barrier)
       : "memory");
-#endif
-}
-
-// The next kernel of the stream may be launched, if it asks to be before this one has ended.
-__device__ __forceinline__ void allow_next_kernel() {
-#if NVFP4_WGMMA
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-// Until the kernel ahead has ended and all it wrote is visible.
-__device__ __forceinline__ void await_kernel_ahead() {
-#if NVFP4_WGMMA
-  asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 

@@ -18,7 +18,7 @@
 //   a cluster split k. Each warp sends its sums straight to the block that adds them up, in a fixed
 //   order: the same bytes in every run. A NaN scale of row n reaches row n of B's products only.
 // - The next kernel of the stream may be launched while this one runs, and this one may have been:
-//   whatever comes before await_kernel_ahead touches no global memory.
+//   whatever comes before wait_for_kernel_ahead touches no global memory.
 #include <array>
 #include <mutex>
 
@@ -464,8 +464,8 @@ __global__ void __launch_bounds__(kThreads, 1) small_m_hopper_kernel(const Args 
       fence_barrier_init();
       barrier_expect(received, static_cast<uint32_t>(own_rows * a.m * sets * 4));
     }
-    allow_next_kernel();
-    await_kernel_ahead();
+    let_next_kernel_start();
+    wait_for_kernel_ahead();
     if (group == kHopperGroups) {
       Staged stager(a, first, chunks, slots, barriers);
       stager.template load<0>(0);

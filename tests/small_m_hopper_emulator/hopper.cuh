@@ -43,7 +43,7 @@ inline void store_cluster_async(uint32_t address, int rank, float v, uint32_t ba
   std::memcpy(emulator::shared_memory(rank) + address, &v, sizeof(v));
   emulator::bytes_arrived(rank, barrier, sizeof(v));
 }
-inline void allow_next_kernel() {}
-inline void await_kernel_ahead() {}
+inline void let_next_kernel_start() {}
+inline void wait_for_kernel_ahead() {}
 
 }  // namespace nvfp4::cuda
