@@ -198,8 +198,9 @@ def test_a_graph_on_the_second_gpu(op):
             captured = p.run(op)
     p.fill(3)
     torch.cuda.synchronize(1)
-    graph.replay()
-    torch.cuda.synchronize(1)
+    with torch.cuda.device(1):  # a replay goes to the current device's stream
+        graph.replay()
+        torch.cuda.current_stream().synchronize()
     for got, expected in zip(captured, p.run(op), strict=True):
         assert_same_bytes(got, expected)
 
