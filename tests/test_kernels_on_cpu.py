@@ -87,7 +87,7 @@ def test_small_m_hopper_on_the_emulator(tmp_path):
     """gemm_small_m_hopper's every result, its rings, barriers and clusters included."""
     here = TESTS / "small_m_hopper_emulator"
     includes = [f"-I{CSRC / 'cuda'}", f"-I{EMULATOR}", "-Wno-unused-parameter", "-Wno-clobbered"]
-    headers = ["-include", EMULATOR / "ptx.cuh", "-include", here / "hopper.cuh"]
+    headers = ["-include", EMULATOR / "ptx.cuh", "-include", EMULATOR / "hopper.cuh"]
 
     def build(source: Path, *before: str | Path) -> Path:
         target = tmp_path / f"{source.stem}.o"

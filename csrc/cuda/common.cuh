@@ -82,6 +82,20 @@ __device__ __forceinline__ __half from_float<__half>(float v) {
   return v != v ? __ushort_as_half(kNanFloat16) : __float2half_rn(v);
 }
 
+// v, rounded once, to element `index` of an array of that type.
+__device__ __forceinline__ void store_one(void* out, DType type, int64_t index, float v) {
+  switch (type) {
+    case DType::kFloat32:
+      static_cast<float*>(out)[index] = from_float<float>(v);
+      break;
+    case DType::kBFloat16:
+      static_cast<__nv_bfloat16*>(out)[index] = from_float<__nv_bfloat16>(v);
+      break;
+    default:
+      static_cast<__half*>(out)[index] = from_float<__half>(v);
+  }
+}
+
 // An element of a vector whose type only the host's argument knows (bias).
 __device__ __forceinline__ float load_as_float(const void* base, DType type, int64_t index) {
   switch (type) {

@@ -363,19 +363,6 @@ __device__ __forceinline__ void send_sums(const SmallMArgs& a, const Position& p
   }
 }
 
-__device__ __forceinline__ void store_as(void* out, DType type, int64_t index, float v) {
-  switch (type) {
-    case DType::kFloat32:
-      static_cast<float*>(out)[index] = from_float<float>(v);
-      break;
-    case DType::kBFloat16:
-      static_cast<__nv_bfloat16*>(out)[index] = from_float<__nv_bfloat16>(v);
-      break;
-    default:
-      static_cast<__half*>(out)[index] = from_float<__half>(v);
-  }
-}
-
 // Adds the sets in ascending order of k's owner, applies the epilogue, stores.
 __device__ __forceinline__ void finish(const SmallMArgs& a, const Position& p, float unit,
                                        const float* sums) {
@@ -395,7 +382,7 @@ __device__ __forceinline__ void finish(const SmallMArgs& a, const Position& p, f
     float acc = sums[i];
     for (int s = 1; s < sets; ++s) acc += sums[s * a.share + i];
     const float bias = q.bias ? load_as_float(q.bias, q.bias_type, n) : 0.0f;
-    store_as(q.out, q.out_type, m * q.n + n, fma_rn(alpha, acc * unit, bias));
+    store_one(q.out, q.out_type, m * q.n + n, fma_rn(alpha, acc * unit, bias));
   }
 }
 

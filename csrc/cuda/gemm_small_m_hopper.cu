@@ -403,19 +403,6 @@ __device__ __forceinline__ void send_sums(const Args& a, int rank, int k_groups,
   }
 }
 
-__device__ __forceinline__ void store_as(void* out, DType type, int64_t index, float v) {
-  switch (type) {
-    case DType::kFloat32:
-      static_cast<float*>(out)[index] = from_float<float>(v);
-      break;
-    case DType::kBFloat16:
-      static_cast<__nv_bfloat16*>(out)[index] = from_float<__nv_bfloat16>(v);
-      break;
-    default:
-      static_cast<__half*>(out)[index] = from_float<__half>(v);
-  }
-}
-
 // Adds the sets in ascending order, applies the epilogue, stores. first: of this block's rows of B.
 __device__ __forceinline__ void finish(const Args& a, int64_t first, int rows, int sets,
                                        const float* sums) {
@@ -429,7 +416,7 @@ __device__ __forceinline__ void finish(const Args& a, int64_t first, int rows, i
     float acc = at[0];
     for (int s = 1; s < sets; ++s) acc += at[s * set];
     const float bias = q.bias ? load_as_float(q.bias, q.bias_type, first + r) : 0.0f;
-    store_as(q.out, q.out_type, m * q.n + first + r, fma_rn(alpha, acc * a.unit, bias));
+    store_one(q.out, q.out_type, m * q.n + first + r, fma_rn(alpha, acc * a.unit, bias));
   }
 }
 

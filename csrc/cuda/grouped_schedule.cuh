@@ -267,19 +267,6 @@ __device__ __forceinline__ void store_eight(void* out, DType type, int64_t index
   }
 }
 
-__device__ __forceinline__ void store_one(void* out, DType type, int64_t index, float v) {
-  switch (type) {
-    case DType::kFloat32:
-      static_cast<float*>(out)[index] = from_float<float>(v);
-      break;
-    case DType::kBFloat16:
-      static_cast<__nv_bfloat16*>(out)[index] = from_float<__nv_bfloat16>(v);
-      break;
-    default:
-      static_cast<__half*>(out)[index] = from_float<__half>(v);
-  }
-}
-
 // Rows [begin, end) of out become zero by `threads` threads of every block.
 __device__ __forceinline__ void zero_rows(const GroupedGemmParams& p, int64_t begin, int64_t end,
                                           int threads, int thread, bool wide) {

@@ -3,80 +3,20 @@
 // Every kind of A and every kernel, ragged sizes, padding of scales that is NaN, NaN scales and
 // infinities that must stay in their row, machines whose planner takes one block or clusters;
 // memory ends at a page that can't be read. Returns the number of failures.
-#include <sys/mman.h>
-#include <unistd.h>
 
 #include <cmath>
 #include <cstdio>
-#include <cstring>
-#include <map>
-#include <random>
 #include <set>
-#include <utility>
 
 #include "cuda/small_m_hopper_plan.h"
-#include "cuda_bf16.h"
-#include "cuda_fp16.h"
-#include "kernels.h"
-#include "nvfp4.h"
 
 // Its scheduler is needed here, for barriers.
 #include "../cuda_emulator/emulator.cpp"
+#include "../cuda_emulator/operands.h"
+#include "../cuda_emulator/shared_barriers.h"
 
 namespace emulator {
 
-// A phase is over when all have arrived and as many bytes as they have announced.
-struct SharedBarrier {
-  int arrivals = 0, left = 0, bytes = 0;
-  Barrier phase;
-
-  void check() {
-    if (left > 0 || bytes != 0) return;
-    left = arrivals;
-    ++phase.generation;
-  }
-};
-std::map<std::pair<int, uint32_t>, SharedBarrier> shared_barriers;
-
-SharedBarrier& barrier_at(int rank, uint32_t address) {
-  const auto found = shared_barriers.find({rank, address});
-  if (found != shared_barriers.end()) return found->second;
-  std::fprintf(stderr, "a barrier is used that nobody has initialized\n");
-  std::abort();
-}
-
-void init_barrier(uint32_t address, int arrivals) {
-  shared_barriers[{cluster_rank(), address}] = {arrivals, arrivals, 0, {}};
-}
-// Others go first, or not: warps come to barriers in any order.
-void dawdle() {
-  static std::mt19937 turns(3);
-  for (uint32_t n = turns() % 4; n > 0; --n) swapcontext(&current->context, &scheduler);
-}
-void arrive(uint32_t address, int bytes_expected) {
-  dawdle();
-  SharedBarrier& b = barrier_at(cluster_rank(), address);
-  b.bytes += bytes_expected;
-  if (--b.left < 0) {
-    std::fprintf(stderr, "a barrier got more arrivals than it expects\n");
-    std::abort();
-  }
-  b.check();
-}
-void bytes_arrived(int rank, uint32_t address, int bytes) {
-  SharedBarrier& b = barrier_at(rank, address);
-  b.bytes -= bytes;
-  b.check();
-}
-void wait_barrier(uint32_t address, uint32_t parity) {
-  dawdle();
-  SharedBarrier& b = barrier_at(cluster_rank(), address);
-  while (static_cast<uint32_t>(b.phase.generation % 2) == parity) {
-    current->waiting = &b.phase;
-    current->generation = b.phase.generation;
-    swapcontext(&current->context, &scheduler);
-  }
-}
 int cluster_index() { return static_cast<int>(current->block->index.x / blocks.size()); }
 
 }  // namespace emulator
@@ -85,74 +25,13 @@ using namespace nvfp4;
 
 namespace {
 
-std::mt19937 rng(5);
-float uniform() { return static_cast<float>(rng()) * 0x1p-31f - 1.0f; }
-
-// `size` bytes of 0x7F, NaN in every type, that end at an unreadable page.
-class Buffer {
- public:
-  explicit Buffer(int64_t size) {
-    const int64_t page = sysconf(_SC_PAGESIZE), used = round_up(size, 16);
-    mapped_ = round_up(std::max<int64_t>(used, 1), page) + page;
-    base_ = static_cast<uint8_t*>(
-        mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-    mprotect(base_ + mapped_ - page, page, PROT_NONE);
-    data_ = base_ + mapped_ - page - used;
-    std::memset(data_, 0x7F, used);
-  }
-  ~Buffer() { munmap(base_, mapped_); }
-  Buffer(const Buffer&) = delete;
-  uint8_t* data() { return data_; }
-  template <typename T>
-  T* as() {
-    return reinterpret_cast<T*>(data_);
-  }
-
- private:
-  int64_t mapped_;
-  uint8_t *base_, *data_;
-};
-
-int64_t size_of(DType t) { return t == DType::kFloat32 ? 4 : 2; }
-
-float load(const void* p, DType t, int64_t i) {
-  if (t == DType::kFloat32) return static_cast<const float*>(p)[i];
-  if (t == DType::kBFloat16) return __bfloat162float(static_cast<const __nv_bfloat16*>(p)[i]);
-  return __half2float(static_cast<const __half*>(p)[i]);
-}
-
-// Packed rows; the scales' padding stays NaN: it must not matter.
-struct Packed {
-  int64_t k, tiles;
-  Buffer data, scale;
-
-  Packed(int64_t rows, int64_t columns)
-      : k(columns),
-        tiles((k / kBlockSize + kTileCols - 1) / kTileCols),
-        data(rows * k / 2),
-        scale(round_up(rows, kTileRows) * tiles * kTileCols) {
-    for (int64_t i = 0; i < rows * k / 2; ++i) data.data()[i] = static_cast<uint8_t>(rng());
-    for (int64_t r = 0; r < rows; ++r) {
-      for (int64_t c = 0; c < k / kBlockSize; ++c) {
-        scale.data()[swizzled_offset(r, c, tiles)] = static_cast<uint8_t>(rng() % 0x60);
-      }
-    }
-  }
-  double at(int64_t r, int64_t c) {
-    return double{e2m1_to_float(data.data()[(r * k + c) / 2] >> (c % 2 ? 4 : 0) & 0xF)} *
-           e4m3_to_float(scale.data()[swizzled_offset(r, c / kBlockSize, tiles)]);
-  }
-};
-
-enum Kind { kPacked, kBf16, kFp16, kKinds };
-
 uint32_t nan_of(DType t) {
   return t == DType::kFloat32 ? kNanFloat32 : t == DType::kBFloat16 ? kNanBFloat16 : kNanFloat16;
 }
 
 bool run_case(int64_t m, int64_t n, int64_t k, int kind, bool nan_rows) {
   const int64_t begin = rng() % 3, stride = k + 8;  // rows of A that are skipped
-  Packed b(n, k), packed_a(kind == kPacked ? begin + m : 0, k);
+  Packed b(n, k, 0x60), packed_a(kind == kPacked ? begin + m : 0, k, 0x60);
   const DType a_type = kind == kFp16 ? DType::kFloat16 : DType::kBFloat16;
   Buffer dense(kind == kPacked ? 0 : ((begin + m - 1) * stride + k) * 2);
   for (int64_t r = 0; kind != kPacked && r < begin + m; ++r) {

@@ -1,8 +1,11 @@
-// csrc/cuda/hopper.cuh in portable C++; sets its guard. Included after cuda_emulator/ptx.cuh.
+// csrc/cuda/hopper.cuh and cluster.cuh in portable C++, as far as the fused GEMMs use them; sets
+// their guards. Included after ptx.cuh; a program brings what is declared here, mostly by
+// shared_barriers.h.
 //
 // A wgmma happens at once: what is tested is layouts and barriers, not the order of what is
 // asynchronous.
 #define NVFP4_CUDA_HOPPER_CUH
+#define NVFP4_CUDA_CLUSTER_CUH
 #define NVFP4_WGMMA 1
 
 #include <cuda_runtime.h>
@@ -10,7 +13,8 @@
 struct cudaFuncAttributes {
   int numRegs;
 };
-inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, const void*) {
+template <typename Kernel>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, Kernel) {
   found->numRegs = 168;
   return cudaSuccess;
 }
@@ -23,6 +27,7 @@ void init_barrier(uint32_t address, int arrivals);
 void arrive(int rank, uint32_t address, int bytes_expected);
 void bytes_arrived(int rank, uint32_t address, int bytes);
 void wait_barrier(uint32_t address, uint32_t parity);
+int cluster_index();
 }  // namespace emulator
 
 namespace nvfp4::cuda {
@@ -44,6 +49,12 @@ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
 inline void copy_bulk(uint32_t target, const void* source, uint32_t bytes, uint32_t barrier) {
   std::memcpy(dynamic_shared() + target, source, bytes);
   emulator::bytes_arrived(cluster_rank(), barrier, static_cast<int>(bytes));
+}
+inline void cluster_arrive_relaxed() {}
+inline unsigned cluster_index() { return static_cast<unsigned>(emulator::cluster_index()); }
+inline void store_cluster_async(uint32_t address, int rank, float v, uint32_t barrier) {
+  std::memcpy(emulator::shared_memory(rank) + address, &v, sizeof(v));
+  emulator::bytes_arrived(rank, barrier, sizeof(v));
 }
 inline void fence_device() {}
 inline void let_next_kernel_start() {}
