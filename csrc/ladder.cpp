@@ -76,6 +76,11 @@ constexpr bool kHasCudaKernels = true;
 #else
 constexpr bool kHasCudaKernels = false;
 #endif
+#if defined(NVFP4_WITH_HOPPER)
+constexpr bool kHasHopperKernels = true;
+#else
+constexpr bool kHasHopperKernels = false;
+#endif
 
 bool has_emulation(const cublaslt::DeviceInfo& device) {
   return kHasCudaKernels && device.cc_major >= 8;
@@ -125,7 +130,7 @@ void choose_chunks(const GemmRequest& r, Route* route) {
 
 // What the fused kernels for Hopper ask for.
 bool suits_hopper(const GemmRequest& r) {
-  return !r.dense_b && r.device.cc_major == 9 && r.device.cc_minor == 0 && r.k > 0 &&
+  return kHasHopperKernels && !r.dense_b && r.device.cc_major == 9 && r.device.cc_minor == 0 && r.k > 0 &&
          r.k % (2 * kBlockSize) == 0 && r.alignment >= 16 &&
          (!r.dense_a || r.a_row_stride % 8 == 0);
 }
