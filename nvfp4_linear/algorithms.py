@@ -292,6 +292,7 @@ def explain(
     *,
     device: torch.device | str | int | Device | None = None,
     activation: str = "nvfp4",
+    weight: str = "nvfp4",
     out_dtype: torch.dtype = torch.bfloat16,
     bias_dtype: torch.dtype | None = None,
     alpha_on_device: bool = False,
@@ -301,7 +302,7 @@ def explain(
     m, n, k: logical sizes of D (m, n) = A (m, k) . B (n, k)^T; k % 16 == 0. device: None is the
     current GPU, or the CPU where there is none; a ``Device`` asks about another chip (cuBLASLt
     itself needs a GPU to answer; without one its refusal says so). activation: "nvfp4", or
-    "bfloat16"/"float16" for ``gemm_a16w4``. alpha_on_device: alpha is a CUDA tensor.
+    "bfloat16"/"float16" for ``gemm_a16w4``; weight: the same for ``gemm_a4w16``. alpha_on_device: alpha is a CUDA tensor.
 
     Raises ValueError for sizes or names that no gemm takes.
     """
@@ -325,7 +326,7 @@ def explain(
         if dtype is not None and dtype not in name:
             raise ValueError(f"{argument} must be bfloat16, float16 or float32, got {dtype}")
     command = (
-        f"explain m={m} n={n} k={k} a={activation} out={name[out_dtype]}"
+        f"explain m={m} n={n} k={k} a={activation} b={weight} out={name[out_dtype]}"
         f" bias={name[bias_dtype] if bias_dtype else 'none'}"
         f" alpha={'device' if alpha_on_device else 'host'}"
         f" cc={10 * where.cc[0] + where.cc[1]} sm={where.sm_count} device={where.index}"

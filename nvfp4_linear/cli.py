@@ -138,6 +138,12 @@ def _explain_arguments(parser: argparse.ArgumentParser) -> None:
         help="type of the activation: nvfp4 is gemm, the others gemm_a16w4 (default: nvfp4)",
     )
     parser.add_argument(
+        "--weight",
+        choices=("nvfp4", "bfloat16", "float16"),
+        default="nvfp4",
+        help="type of the weight: the others are gemm_a4w16 (default: nvfp4)",
+    )
+    parser.add_argument(
         "--out-dtype", choices=DTYPES, default="bfloat16", help="(default: bfloat16)"
     )
     parser.add_argument("--bias", action="store_true", help="with a bias of the output's dtype")
@@ -170,6 +176,7 @@ def _explain(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         args.k,
         device=device,
         activation=args.activation,
+        weight=args.weight,
         out_dtype=out_dtype,
         bias_dtype=out_dtype if args.bias else None,
     )

@@ -82,7 +82,7 @@ class Scripted:
         self.now += self.extra
         return self.gemm(arms.Operands.produce(fc2, gate_up))
 
-    def describe(self, m, n, k):
+    def describe(self, m, n, k, weight="nvfp4"):
         algorithm = {"id": 70, "tile": 20, "stages": 37, "split_k": 1, "reduction": 0, "swizzle": 0,
                      "custom": 0, "inner": 0, "cluster": 0}  # fmt: skip
         if self.arm == gate.HEURISTIC:
@@ -479,6 +479,29 @@ def test_ops_arms_toggle_the_policy_and_put_everything_back():
 def plan(rung, m_chunk=0, n_chunk=0, inner=None):
     details = {"m_chunk": m_chunk, "n_chunk": n_chunk, "plan": inner, "inner_refusals": []}
     return algorithms.Plan(1, 1, 1, "cuda:0", rung, "kernel", details=details)
+
+
+def test_a_dense_weight_is_what_gemm_a4w16_is_given(monkeypatch):
+    """Both the problems behind it and the arms' call and description."""
+    h200 = Machine("/nowhere", Device((9, 0), 132, name="cuda:0 NVIDIA H200"), test_double=False)
+    asked = []
+
+    def explain(m, n, k, *, weight, **options):
+        asked.append(weight)
+        return plan("emulated", m, n, {"rung": "cublaslt-heuristic"})
+
+    monkeypatch.setattr(algorithms, "explain", explain)
+    (problem,) = route.problems_behind(h200, 64, 96, 128, "bfloat16")
+    assert (problem["type"], problem["m"], problem["n"], problem["k"]) == ("bf16", 64, 96, 128)
+    both = arms.OpsArms(h200, [])
+    both.describe(64, 96, 128, "bfloat16")
+    assert asked == ["bfloat16", "bfloat16"]
+    x, weight = (torch.randn(rows, 128).bfloat16() for rows in (64, 96))
+    packed, alpha = torch.ops.nvfp4.quantize(x), torch.tensor(0.5)
+    operands = arms.Operands(packed[0], packed[1], weight, None, alpha)
+    assert operands.shape == (64, 96, 128)
+    expected = torch.ops.nvfp4.gemm_a4w16(packed[0], weight, packed[1], alpha)
+    assert torch.equal(both.gemm(operands), expected)
 
 
 def test_the_problems_behind_a_gemm_are_its_chunks_on_the_emulated_rung(monkeypatch):
