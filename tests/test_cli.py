@@ -227,6 +227,15 @@ def test_explain_weight_only(capsys):
     assert "dense" in plan["refusals"][0]["reason"]
 
 
+def test_explain_a_dense_weight(capsys, monkeypatch):
+    arguments = ("explain", 64, 64, 64, "--cc", "9.0", "--sms", 132, "--weight", "float16")
+    monkeypatch.setenv("NVFP4_BACKEND", "emulated")
+    status, plan = run_json(capsys, *arguments)
+    assert status == 1 and plan["rung"] is None
+    reason = plan["refusals"][2]["reason"]
+    assert "needs cuBLASLt for a dense B" in reason or "no CUDA kernels" in reason
+
+
 def test_explain_where_no_rung_takes_the_call(capsys):
     arguments = ("explain", *STUDY, "--cc", "7.5", "--sms", 68)
     status, out, err = run(capsys, *arguments)
