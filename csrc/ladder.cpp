@@ -274,7 +274,8 @@ std::vector<Refusal> refusals(const GemmRequest& r, const Route& route) {
     }
   } else if (route.plan) {
     all = route.plan->refusals;
-    if (route.plan->ok() && route.rung != route.plan->rung) say(route.plan->rung.c_str(), by_force);
+    const bool taken = route.rung != nullptr && route.plan->rung == route.rung;
+    if (route.plan->ok() && !taken) say(route.plan->rung.c_str(), by_force);
   } else {
     for (const char* rung : {kPinnedRung, kHeuristicRung}) say(rung, by_force);
   }

@@ -9,8 +9,10 @@ import sys
 from importlib.util import find_spec
 
 import fake_cublaslt
+import lab_double
 import pytest
 import torch
+from helpers import cuda_missing
 from torch import nn
 
 from nvfp4_linear import algorithms, cli, demo, machine, reference
@@ -166,6 +168,33 @@ def test_explain_on_the_cpu(capsys):
     assert all(rung in out for rung in algorithms.RUNGS)
 
 
+# Asks about several chips in one process that has loaded the double: [cc, backend, arguments] in,
+# [exit status, document] out.
+ASK_THE_DOUBLE = """
+import contextlib, ctypes, io, json, os, sys
+from nvfp4_linear import cli
+double = ctypes.CDLL(os.environ["NVFP4_CUBLASLT_LIBRARY"])
+for cc, backend, arguments in json.load(sys.stdin):
+    double.fake_configure(b"cc", cc.replace(".", "").encode())
+    os.environ["NVFP4_BACKEND"] = backend
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        status = cli.main(["explain", *arguments, "--cc", cc, "--sms", "48", "--json"])
+    print(json.dumps([status, json.loads(out.getvalue())]))
+"""
+
+
+def ask_the_double(questions, **environment):
+    done = subprocess.run(
+        [sys.executable, "-c", ASK_THE_DOUBLE],
+        input=json.dumps(questions),
+        capture_output=True,
+        text=True,
+        env={**os.environ, "NVFP4_CUBLASLT_LIBRARY": lab_double.build(), **environment},
+    )
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
 @pytest.mark.parametrize("cc, sms", [("12.1", 48), ("9.0", 132), ("8.0", 108)])
 def test_explain_a_chip_that_is_not_here(capsys, cc, sms):
     arguments = ("explain", *STUDY, "--cc", cc, "--sms", sms, "--bias", "--out-dtype", "float16")
@@ -217,6 +246,118 @@ def test_chunks_of_decoded_operands_fill_waves_and_stay_in_the_budget(shape, chu
     plan = json.loads(done.stdout)
     assert plan["details"]["m_chunk"] == chunk
     assert plan["workspace_bytes"] <= 256 << 20
+
+
+SMALL = ("64", "256", "256")  # too few tiles for the studied pin: the heuristic's
+STUDY_TEXT = tuple(map(str, STUDY))
+
+
+def test_each_rung_can_be_forced_and_every_other_says_so():
+    """A rung that was forced and can't run is a refusal with its reason, whatever could."""
+    backends = algorithms.RUNGS
+    questions = [["12.1", backend, shape] for backend in backends for shape in (STUDY_TEXT, SMALL)]
+    answers = ask_the_double(questions)
+    rungs = [document["rung"] for _, document in answers]
+    emulated = "emulated" if algorithms.build()["cuda"] else None
+    assert rungs == [
+        "cublaslt-pinned",
+        None,
+        *["cublaslt-heuristic"] * 2,
+        *[emulated] * 2,
+        None,
+        None,
+    ]
+    for (_, backend, _), (status, document) in zip(questions, answers, strict=True):
+        reasons = {refusal["rung"]: refusal["reason"] for refusal in document["refusals"]}
+        assert (status == 0) == document["ok"] == (document["rung"] is not None)
+        by_force = f"NVFP4_BACKEND={backend} forces another rung"
+        if document["rung"] is None:
+            assert list(reasons) == list(algorithms.RUNGS) and document["kernel"] == "none"
+            assert all(
+                reasons[rung] == by_force for rung in algorithms.RUNGS[1:3] if rung != backend
+            )
+        elif backend == "emulated":
+            assert reasons == dict.fromkeys(algorithms.RUNGS[:2], by_force)
+        assert backend == "cpu" or by_force not in reasons.get(backend, "")
+    refused = answers[1][1]["refusals"]
+    assert refused[0]["reason"].startswith("pin's 128x128 tiles don't fill the chip: 2 for 48")
+    assert "the operands are on a GPU" in refused[-1]["reason"]
+
+
+def test_a_forced_rung_that_has_no_way_says_why():
+    """The double's heuristic refuses too, and the chip is too old for the emulated rung."""
+    heuristic, emulated = ask_the_double(
+        [["12.1", "cublaslt-heuristic", SMALL], ["7.5", "emulated", SMALL]],
+        LAB_DOUBLE="set:heuristic_status=15",
+    )
+    for status, document in (heuristic, emulated):
+        assert status == 1 and document["rung"] is None
+    assert "CUBLAS_STATUS_NOT_SUPPORTED" in heuristic[1]["refusals"][1]["reason"]
+    if algorithms.build()["cuda"]:
+        assert "needs compute capability >= 8.0, found 7.5" in emulated[1]["refusals"][2]["reason"]
+
+
+def test_a_call_on_the_cpu_with_a_forced_rung_is_refused_by_name_or_runs(monkeypatch):
+    data, scale = torch.ops.nvfp4.quantize(torch.ones(4, 32))
+    plain = torch.ops.nvfp4.gemm(data, data, scale, scale)
+    for rung in algorithms.RUNGS[:-1]:
+        monkeypatch.setenv("NVFP4_BACKEND", rung)
+        with pytest.raises((RuntimeError, ValueError), match=f"NVFP4_BACKEND={rung} needs CUDA"):
+            torch.ops.nvfp4.gemm(data, data, scale, scale)
+        assert algorithms.explain(4, 4, 32, device="cpu").rung is None
+    monkeypatch.setenv("NVFP4_BACKEND", "cpu")
+    assert torch.equal(torch.ops.nvfp4.gemm(data, data, scale, scale), plain)
+    assert algorithms.explain(4, 4, 32, device="cpu").rung == "cpu"
+    for call in (
+        lambda: torch.ops.nvfp4.gemm(data, data, scale, scale),
+        lambda: algorithms.explain(4, 4, 32, device="cpu"),
+        lambda: algorithms.explain(4, 4, 32, device=algorithms.Device((12, 1), 48)),
+    ):
+        monkeypatch.setenv("NVFP4_BACKEND", "cuda")
+        with pytest.raises((RuntimeError, ValueError), match=r"NVFP4_BACKEND must be .*'cuda'"):
+            call()
+
+
+REFUSED_CALLS = """
+import os, torch, nvfp4_linear
+x = torch.ones(64, 256, device="cuda")
+data, scale = torch.ops.nvfp4.quantize(x)
+calls = {
+    "gemm": lambda: torch.ops.nvfp4.gemm(data, data, scale, scale),
+    "gemm_a4w16": lambda: torch.ops.nvfp4.gemm_a4w16(data, x.bfloat16(), scale),
+}
+for rung, op in (("cublaslt-pinned", "gemm"), ("cublaslt-heuristic", "gemm"),
+                 ("emulated", "gemm_a4w16"), ("cpu", "gemm")):
+    os.environ["NVFP4_BACKEND"] = rung
+    try:
+        calls[op]()
+        print("it ran")
+    except RuntimeError as error:
+        print(" ".join(str(error).split()))
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(bool(cuda_missing()), reason=str(cuda_missing()))
+def test_a_call_on_the_gpu_that_its_forced_rung_refuses_lists_every_reason():
+    """The double refuses all that it is asked, so nothing of it is launched."""
+    rules = {"LAB_DOUBLE": "set:heuristic_status=15;check::refuse"}
+    done = subprocess.run(
+        [sys.executable, "-c", REFUSED_CALLS],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "NVFP4_CUBLASLT_LIBRARY": lab_double.build(), **rules},
+    )
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 4
+    for line in lines:
+        assert line.startswith("no backend takes this gemm")
+        assert all(f"{rung}: " in line for rung in algorithms.RUNGS)
+    assert "NVFP4_BACKEND=cublaslt-pinned forces another rung" in lines[0]
+    assert "CUBLAS_STATUS_NOT_SUPPORTED" in lines[1]
+    assert "needs cuBLASLt for a dense B" in lines[2]
+    assert "the operands are on a GPU" in lines[3]
 
 
 def test_explain_weight_only(capsys):
