@@ -19,6 +19,7 @@ from nvfp4_linear import algorithms, cli, demo, machine, reference
 from nvfp4_linear.console import CommandError, Console, table
 
 STUDY = (37810, 5376, 14336)
+STUDY_TEXT = tuple(map(str, STUDY))
 
 
 def run(capsys, *arguments):
@@ -168,17 +169,17 @@ def test_explain_on_the_cpu(capsys):
     assert all(rung in out for rung in algorithms.RUNGS)
 
 
-# Asks about several chips in one process that has loaded the double: [cc, backend, arguments] in,
-# [exit status, document] out.
+# Asks about several chips in one process that has loaded the double: [cc, sms, backend, arguments]
+# in, [exit status, document] out.
 ASK_THE_DOUBLE = """
 import contextlib, ctypes, io, json, os, sys
 from nvfp4_linear import cli
 double = ctypes.CDLL(os.environ["NVFP4_CUBLASLT_LIBRARY"])
-for cc, backend, arguments in json.load(sys.stdin):
+for cc, sms, backend, arguments in json.load(sys.stdin):
     double.fake_configure(b"cc", cc.replace(".", "").encode())
     os.environ["NVFP4_BACKEND"] = backend
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        status = cli.main(["explain", *arguments, "--cc", cc, "--sms", "48", "--json"])
+        status = cli.main(["explain", *arguments, "--cc", cc, "--sms", str(sms), "--json"])
     print(json.dumps([status, json.loads(out.getvalue())]))
 """
 
@@ -195,17 +196,53 @@ def ask_the_double(questions, **environment):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("cc, sms", [("12.1", 48), ("9.0", 132), ("8.0", 108)])
-def test_explain_a_chip_that_is_not_here(capsys, cc, sms):
+# Every architecture that the kernels and cuBLASLt tell apart, and one that is not there yet: a chip
+# with it, and the rung of the study's FC2 where its cuBLASLt answers.
+CHIPS = {
+    "8.0": (108, "emulated"),
+    "8.9": (142, "emulated"),
+    "9.0": (132, "emulated"),
+    "10.0": (148, "cublaslt-heuristic"),
+    "10.3": (160, "cublaslt-heuristic"),
+    "11.0": (20, "cublaslt-heuristic"),
+    "12.0": (188, "cublaslt-heuristic"),
+    "12.1": (48, "cublaslt-pinned"),
+    "13.0": (200, "cublaslt-heuristic"),
+}
+
+
+@pytest.fixture(scope="module")
+def on_the_double():
+    """What the double of each chip's library says: {cc: (exit status, document)}."""
+    questions = [(cc, sms, "", STUDY_TEXT) for cc, (sms, _) in CHIPS.items()]
+    return dict(zip(CHIPS, ask_the_double(questions), strict=True))
+
+
+@pytest.mark.parametrize("cc", CHIPS)
+def test_explain_a_chip_that_is_not_here(capsys, on_the_double, cc):
+    sms, rung = CHIPS[cc]
+    if rung == "emulated" and not algorithms.build()["cuda"]:
+        rung = None  # a build without kernels has nothing for it
+    status, plan = on_the_double[cc]
+    assert (status == 0, plan["ok"], plan["rung"]) == (rung is not None, rung is not None, rung)
+    reasons = {refusal["rung"]: refusal["reason"] for refusal in plan["refusals"]}
+    assert list(reasons) == list(algorithms.RUNGS[: algorithms.RUNGS.index(rung) if rung else 4])
+    if rung != "cublaslt-pinned":
+        assert f"pin is for compute capability 12.1, found {cc} " in reasons["cublaslt-pinned"]
+    if "cublaslt-heuristic" in reasons:  # as it says on an H200
+        assert "CUBLAS_STATUS_NOT_SUPPORTED" in reasons["cublaslt-heuristic"]
+
     arguments = ("explain", *STUDY, "--cc", cc, "--sms", sms, "--bias", "--out-dtype", "float16")
     status, plan = run_json(capsys, *arguments)
-    assert status == 0 and plan["ok"] and plan["hypothetical"]
+    assert plan["hypothetical"] and status == (0 if plan["ok"] else 1)
     assert f"compute capability {cc}, {sms} multiprocessors" in plan["device"]
-    above = algorithms.RUNGS[: algorithms.RUNGS.index(plan["rung"])]
+    if not torch.cuda.is_available():  # cuBLASLt itself can't be asked: the rung below takes all
+        assert plan["rung"] == ("emulated" if algorithms.build()["cuda"] else None)
+    above = algorithms.RUNGS[: algorithms.RUNGS.index(plan["rung"])] if plan["rung"] else ()
     assert {refusal["rung"] for refusal in plan["refusals"]} >= set(above)
 
     status, out, _ = run(capsys, *arguments)
-    assert status == 0 and "not known here" in out
+    assert "not known here" in out
 
 
 def test_explain_takes_the_pin_where_cublaslt_accepts_it():
@@ -249,13 +286,14 @@ def test_chunks_of_decoded_operands_fill_waves_and_stay_in_the_budget(shape, chu
 
 
 SMALL = ("64", "256", "256")  # too few tiles for the studied pin: the heuristic's
-STUDY_TEXT = tuple(map(str, STUDY))
 
 
 def test_each_rung_can_be_forced_and_every_other_says_so():
     """A rung that was forced and can't run is a refusal with its reason, whatever could."""
     backends = algorithms.RUNGS
-    questions = [["12.1", backend, shape] for backend in backends for shape in (STUDY_TEXT, SMALL)]
+    questions = [
+        ["12.1", 48, backend, shape] for backend in backends for shape in (STUDY_TEXT, SMALL)
+    ]
     answers = ask_the_double(questions)
     rungs = [document["rung"] for _, document in answers]
     emulated = "emulated" if algorithms.build()["cuda"] else None
@@ -267,7 +305,7 @@ def test_each_rung_can_be_forced_and_every_other_says_so():
         None,
         None,
     ]
-    for (_, backend, _), (status, document) in zip(questions, answers, strict=True):
+    for (*_, backend, _), (status, document) in zip(questions, answers, strict=True):
         reasons = {refusal["rung"]: refusal["reason"] for refusal in document["refusals"]}
         assert (status == 0) == document["ok"] == (document["rung"] is not None)
         by_force = f"NVFP4_BACKEND={backend} forces another rung"
@@ -287,7 +325,7 @@ def test_each_rung_can_be_forced_and_every_other_says_so():
 def test_a_forced_rung_that_has_no_way_says_why():
     """The double's heuristic refuses too, and the chip is too old for the emulated rung."""
     heuristic, emulated = ask_the_double(
-        [["12.1", "cublaslt-heuristic", SMALL], ["7.5", "emulated", SMALL]],
+        [["12.1", 48, "cublaslt-heuristic", SMALL], ["7.5", 68, "emulated", SMALL]],
         LAB_DOUBLE="set:heuristic_status=15",
     )
     for status, document in (heuristic, emulated):
