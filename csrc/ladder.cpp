@@ -327,6 +327,7 @@ void log_once(LogLevel level, const std::string& message) {
 //   policy [value=]                     -> the pin policy, set first where a value is given
 //   pins                                -> every pin, newest first, each as its text form
 //   pin TEXT / unpin TEXT               -> {"ok": ...}
+//   row TEXT                            -> the same as pin, of a pin file
 //   clear                               -> forgets plans and retirements
 //   fault NAME                          -> a deliberate fault, for negative controls: none ends it
 //   tile [strips= k_warps= cluster= stages=]
@@ -481,8 +482,10 @@ std::string control(std::string request) {
     }
     return concat("{\"pins\": [", list, "]}");
   }
-  if (command == "pin") {
-    planner.pin(cublaslt::parse_pin(rest));
+  if (command == "pin" || command == "row") {
+    cublaslt::Pin pin = cublaslt::parse_pin(rest);
+    pin.from_file = command == "row";
+    planner.pin(pin);
     return "{\"ok\": true}";
   }
   if (command == "unpin") {

@@ -58,7 +58,8 @@ class Pin:
     cc: compute capability, e.g. (9, 0). sm_count, n, k, m_max: 0 is any. version_min/max: cuBLASLt
     versions as cublasLtGetVersion gives them (130100 is 13.1.0), both inclusive. type: "nvfp4",
     "bf16", "fp16" or "fp8_e4m3". fills_chip: only where the tile's grid has at least one tile per
-    multiprocessor.
+    multiprocessor. evidence: free text, what shows that the pin is right and faster on this chip:
+    ``sweep`` writes file, date and ratio. Policy "validated" takes no row of a pin file without it.
     """
 
     algorithm: Algorithm
@@ -379,6 +380,9 @@ def _algorithm(values: dict[str, Any] | None) -> Algorithm | None:
 def pin(algorithm: Algorithm | Pin, **conditions: Any) -> Pin:
     """Pins an algorithm in this process; the newest pin is asked first. Gives the pin.
 
+    Who calls this vouches for the pin: policy "validated" asks no evidence of it, as it does of the
+    rows that ``load_pins`` reads.
+
     algorithm: a whole ``Pin``, or an ``Algorithm`` with ``Pin``'s other fields as keywords; ``cc``
     defaults to the current GPU's. Raises ValueError where an attribute is out of the range that
     the loaded cuBLASLt knows (inside cuBLASLt it could kill the process).
@@ -407,7 +411,12 @@ def pins() -> list[Pin]:
 
 
 def pin_policy(value: str | None = None) -> str:
-    """The policy in force ("validated", "always", "never"), set first where ``value`` is given."""
+    """The policy in force, set first where ``value`` is given.
+
+    "validated": pins on the chip that they are for, and of a pin file only rows with evidence.
+    "always": rows without it too, and the built-in pin on every chip from compute capability 10.0.
+    "never": no pin.
+    """
     if value is not None and value not in POLICIES:
         raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {value!r}")
     return _control("policy" if value is None else f"policy value={value}")["policy"]
@@ -429,6 +438,8 @@ class PinFileReport:
 def load_pins(path: str | os.PathLike[str]) -> PinFileReport:
     """Loads a pin file. A row that can't be read is refused by line number; the others count.
 
+    A row without evidence is loaded, and skipped with that reason under policy "validated".
+
     Raises ValueError where the file as a whole is no pin file (too large, not text), OSError where
     it can't be read. Nothing is pinned then.
     """
@@ -446,7 +457,9 @@ def load_pins(path: str | os.PathLike[str]) -> PinFileReport:
         if not line or line.startswith("#"):
             continue
         try:
-            loaded.append(pin(Pin.from_text(line)))
+            row = Pin.from_text(line)
+            _control(f"row {row.to_text()}")
+            loaded.append(row)
         except (ValueError, TypeError, OverflowError) as error:
             refused.append((number, str(error)))
     return PinFileReport(str(path), tuple(loaded), tuple(refused))

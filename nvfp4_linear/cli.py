@@ -118,7 +118,10 @@ def _pin_lines(row: dict[str, Any]) -> list[str]:
         f"  {row['type']}, {', '.join(where)}",
         f"    takes {algorithms.Algorithm(**row['algorithm'])}",
     ]
-    return lines + ([f"    evidence: {row['evidence']}"] if row["evidence"] else [])
+    return [
+        *lines,
+        f"    evidence: {row['evidence'] or 'none, so policy validated skips it in a file'}",
+    ]
 
 
 # -------------------------------------------------------------------------------------- explain

@@ -148,6 +148,14 @@ def test_info_for_people(capsys, monkeypatch):
     assert "NVFP4_BACKED  set, but not a variable that is read" in out
 
 
+def test_info_says_which_pins_have_no_evidence(capsys):
+    row = algorithms.pin(algorithms.Algorithm(66, 23, 35), cc=(9, 0), type="bf16")
+    _, out, _ = run(capsys, "info")
+    assert algorithms.unpin(row)
+    assert "evidence: none, so policy validated skips it in a file" in out
+    assert out.count("evidence: ") == 2 and "evidence: GB10 study" in out
+
+
 def test_cublaslt_version_as_people_write_it():
     assert machine.cublaslt_version(130100) == "13.1.0"
     assert machine.cublaslt_version(131002) == "13.10.2"
