@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+import stat
 import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -435,24 +436,42 @@ class PinFileReport:
         return "\n".join([*lines, *(f"  line {line}: {reason}" for line, reason in self.refused)])
 
 
+def read_pin_file(path: str | os.PathLike[str]) -> str:
+    """The text of a pin file, none of whose size, kind or content is trusted.
+
+    Raises ValueError where it can be no pin file (too large, not text, a device), OSError where it
+    can't be read.
+    """
+    # A FIFO that nobody writes to is refused, not waited for.
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        facts = os.fstat(file.fileno())
+        if not stat.S_ISREG(facts.st_mode):
+            raise ValueError(f"{path} is not a regular file, so no pin file")
+        if facts.st_size > MAX_PIN_FILE_BYTES:
+            raise ValueError(
+                f"{path} has {facts.st_size:,} bytes, a pin file at most {MAX_PIN_FILE_BYTES:,}"
+            )
+        content = file.read(MAX_PIN_FILE_BYTES + 1) or b""
+    if len(content) > MAX_PIN_FILE_BYTES:
+        raise ValueError(
+            f"{path} has more than {MAX_PIN_FILE_BYTES:,} bytes, the most of a pin file"
+        )
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a pin file: {error}") from None
+
+
 def load_pins(path: str | os.PathLike[str]) -> PinFileReport:
     """Loads a pin file. A row that can't be read is refused by line number; the others count.
 
     A row without evidence is loaded, and skipped with that reason under policy "validated".
 
-    Raises ValueError where the file as a whole is no pin file (too large, not text), OSError where
-    it can't be read. Nothing is pinned then.
+    Raises what ``read_pin_file`` raises where the file as a whole is no pin file. Nothing is pinned
+    then.
     """
-    path = Path(path)
-    size = path.stat().st_size
-    if size > MAX_PIN_FILE_BYTES:
-        raise ValueError(f"{path} has {size:,} bytes, a pin file at most {MAX_PIN_FILE_BYTES:,}")
-    try:
-        text = path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not a pin file: {error}") from None
     loaded, refused = [], []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(read_pin_file(path).splitlines(), 1):
         line = line.strip()
         if not line or line.startswith("#"):
             continue

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import fake_cublaslt
 import numpy as np
@@ -188,6 +189,52 @@ def test_a_file_that_cannot_be_read_is_an_os_error(tmp_path):
         with pytest.raises(OSError, match=re.escape(str(path))):
             algorithms.load_pins(path)
     assert algorithms.pins() == before
+
+
+def import_with_pins(path):
+    """stderr of an import with NVFP4_PINS, which has 60 s and 4 GB of address space over its own."""
+    code = """
+import resource, torch
+from pathlib import Path
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (4 << 30), resource.RLIM_INFINITY))
+import nvfp4_linear
+print(len(nvfp4_linear.algorithms.pins()))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "NVFP4_PINS": str(path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+    return done.stderr
+
+
+def test_what_is_no_regular_file_is_refused_and_not_read(tmp_path):
+    """A device has no end and a FIFO nobody writes to has no beginning; both say size 0."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    for path in (Path("/dev/zero"), fifo):
+        said = import_with_pins(path)
+        assert f"NVFP4_PINS ignored: {path} is not a regular file, so no pin file" in said
+
+
+def test_no_more_is_read_than_a_pin_file_can_have(tmp_path, monkeypatch):
+    """Whatever size it says: as of a file that grows while it is read."""
+    path = tmp_path / "p"
+    path.write_bytes(b"#" * ((1 << 20) + 4096))
+    real = os.fstat
+
+    def small(file):
+        values = list(real(file))
+        values[6] = 0  # st_size
+        return os.stat_result(values)
+
+    monkeypatch.setattr(os, "fstat", small)
+    with pytest.raises(ValueError, match="has more than 1,048,576 bytes, the most of a pin file"):
+        algorithms.load_pins(path)
 
 
 def test_text_junk_within_the_limit_is_refused_line_by_line(tmp_path):

@@ -1001,7 +1001,7 @@ def test_inexact_pins_are_asked_for_by_name_and_say_so(script, tmp_path, quick, 
     (b"# my notes\n", "line 1 is a comment, which rewriting would lose"),
     (b"id=1\n", "line 1: a pin needs "),
     (b"\xff\xfe", "is not a pin file"),
-    (b"x" * (2 << 20), "is larger than a pin file can be"),
+    (b"x" * (2 << 20), "has 2,097,152 bytes, a pin file at most 1,048,576"),
 ])  # fmt: skip
 def test_a_pin_file_that_cannot_be_kept_whole_is_not_rewritten(
     script, tmp_path, quick, capsys, content, message
@@ -1012,6 +1012,13 @@ def test_a_pin_file_that_cannot_be_kept_whole_is_not_rewritten(
     assert command(*quick, "--pin", pins) == 1
     assert message in capsys.readouterr().err
     assert pins.read_bytes() == content
+
+
+def test_a_pin_file_that_is_no_regular_file_is_not_read(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(CommandError, match="is not a regular file"):
+        promote.read_rows(tmp_path / "fifo")
+    assert promote.read_rows(tmp_path / "absent") == []
 
 
 def test_without_matplotlib_the_plot_is_left_out_with_a_remedy(
