@@ -690,23 +690,24 @@ def test_neighbours_are_in_range_unique_and_in_a_fixed_order(whole_space):
     assert (8, 8) not in shapes and (768, 64) not in shapes
 
 
-def test_the_whole_range_is_every_id_tile_stages_and_cluster(whole_space):
+def test_the_whole_range_is_the_neighbours_then_every_id_tile_stages_and_cluster(whole_space):
     ranges = candidates.Ranges((4, 5, 6), (35, 36), (0, 2))
     own = {66: {"tile_ids": [], "stages_ids": []}, 7: {"tile_ids": [1, 2], "stages_ids": [3]}}
-    seeds = [Algorithm(66, 20, 35, swizzle=2, inner=1, cluster=3)]
-    found = list(candidates.exhaustive(seeds, ranges, own))
-    assert len(found) == candidates.exhaustive_count(ranges, own) == 3 * 2 * 2 + 2
-    new = [c for c in found if c.id == 66]
-    assert {(c.tile, c.stages, c.cluster) for c in new} == set(
-        itertools.product((4, 5, 6), (35, 36), (0, 2))
-    )
-    assert all((c.swizzle, c.inner, c.split_k) == (2, 1, 1) for c in new)
-    assert [(c.tile, c.stages, c.cluster) for c in found if c.id == 7] == [
-        (1, 3, None),
-        (2, 3, None),
-    ]
+    seeds = [Algorithm(66, 4, 35, swizzle=2, inner=1, cluster=2), Algorithm(67, 5, 36, cluster=0)]
+    ids = (66, 67)
+    found = list(candidates.exhaustive(seeds, ranges, ids, own))
+    near = list(candidates.neighbourhood(seeds, ranges, ids))
+    assert found[: len(near)] == near  # what is likeliest is asked first
+    assert len(found) == len(set(found)) == candidates.exhaustive_count(seeds, ranges, ids, own)
+    assert not set(seeds) & set(found)
+    every = {
+        Algorithm(66, tile, stages, swizzle=2, inner=1, cluster=cluster)
+        for tile, stages, cluster in itertools.product((4, 5, 6), (35, 36), (0, 2))
+    }
+    every |= {Algorithm(7, tile, 3) for tile in (1, 2)}
+    assert {*seeds, *near, *every} == {*seeds, *found}
     everything = candidates.Ranges.of(130100)
-    assert candidates.exhaustive_count(everything, {66: {}}) == 634 * 36 * 51
+    assert candidates.exhaustive_count([], everything, (), {66: {}}) == 634 * 36 * 51
 
 
 def test_an_exhaustive_sweep_checks_the_whole_range(tmp_path):
@@ -715,11 +716,37 @@ def test_an_exhaustive_sweep_checks_the_whole_range(tmp_path):
     result = scripted(tmp_path / "s.json", opened, options)
     first = result.data["generations"][0]
     assert set(first["capabilities"]) == {"70", "1"}
-    assert first["checked"] == first["total"] == len(first["seeds"]) + 3 * 3 * 7 + 1
+    assert first["checked"] == first["total"] == len(set(opened.asked[: first["total"]]))
     asked = {(a.tile, a.stages, a.cluster) for a in opened.asked if a.id == 70}
     assert asked >= set(itertools.product(*RANGES_OF))
     assert result.winner is not None
     assert "the whole range" in report.markdown(result)
+
+
+def test_an_exhaustive_sweep_asks_all_that_a_sweep_without_it_asks(tmp_path):
+    """Custom options, swizzles and split-K of the seeds too; and the bar counts what is asked."""
+
+    bars = []
+
+    class Recording(Console):
+        def progress(self, items, what, total=None):
+            bars.append((what, total))
+            return items
+
+    def asked_first(path, options):
+        opened = Scripted(fast)
+        problem = sweep.make_problem(opened.machine, *SHAPE)
+        result = sweep.sweep(opened, problem, options, path, Recording())
+        return set(opened.asked[: result.data["generations"][0]["total"]])
+
+    default = asked_first(tmp_path / "s.json", QUICK)
+    options = sweep.Options(rounds=5, exhaustive=True, finalists=2, budget_s=None)
+    bars.clear()
+    whole = asked_first(tmp_path / "t.json", options)
+    assert default < whole
+    assert bars[0] == (f"AlgoCheck, {len(whole):,} candidates", 1)  # one batch
+    for change in ({"custom": 7}, {"swizzle": 2}, {"split_k": 4, "reduction": 2}):
+        assert sweep.from_dict({**sweep.asdict(Scripted.heuristic_first), **change}) in whole
 
 
 def test_seeds_are_the_answers_then_without_split_k_then_the_studys(whole_space):
