@@ -18,6 +18,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -151,7 +152,9 @@ def _explain_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--bias", action="store_true", help="with a bias of the output's dtype")
     parser.add_argument(
-        "--predict", action="store_true", help="and what a model says of its L2 traffic"
+        "--predict",
+        action="store_true",
+        help="and what a model says of its L2 traffic; of a pin, beside the heuristic's choice",
     )
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--device", help="cpu or cuda:0 (default: the GPU where there is one)")
@@ -173,7 +176,8 @@ def _explain(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         )
     out_dtype = DTYPES[args.out_dtype]
     device = algorithms.Device(args.cc, args.sms, name="a chip") if args.cc else args.device
-    plan = algorithms.explain(
+    ask = partial(
+        algorithms.explain,
         args.m,
         args.n,
         args.k,
@@ -183,6 +187,7 @@ def _explain(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         out_dtype=out_dtype,
         bias_dtype=out_dtype if args.bias else None,
     )
+    plan = ask()
     if args.cc:
         console.say(HYPOTHETICAL_NOTE)
     console.say(str(plan))
@@ -190,19 +195,44 @@ def _explain(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     if plan.rung is None:
         document["error"] = "no rung takes this call: the plan lists every rung's reason"
     if args.predict:
-        document["predictions"] = _predictions(plan, device, console)
+        document |= _predictions(plan, ask, algorithms.device_of(device), console)
     return document
 
 
 def _predictions(
-    plan: algorithms.Plan, device: algorithms.Device | str | None, console: Console
-) -> list[dict[str, Any]]:
-    from .lab import prediction
+    plan: algorithms.Plan,
+    ask: Callable[[], algorithms.Plan],
+    chip: algorithms.Device | torch.device,
+    console: Console,
+) -> dict[str, Any]:
+    """Of the plan and, where a pin decides it, of what `ask` gives without pins; which should win."""
+    from .lab import prediction, route
 
-    chip = algorithms.device_of(device)
     found = prediction.predictions(plan, chip) if isinstance(chip, algorithms.Device) else []
     console.say(*(prediction.text(found) or ["       no cuBLASLt algorithm to predict for"]))
-    return found
+    if not found or not route.takes_pin(plan):
+        return {"predictions": found, "predicted_comparison": None}
+    heuristic = _without_pins(ask)
+    instead = prediction.predictions(heuristic, chip)
+    if not instead:
+        console.say("       the heuristic has no algorithm to compare with")
+        return {"predictions": found, "predicted_comparison": None}
+    comparison = prediction.compare(plan, heuristic, found, instead)
+    console.say(
+        f"       the heuristic would take: {heuristic.algorithm}",
+        *prediction.text(instead),
+        f"       {comparison['text']}",
+    )
+    return {"predictions": [*found, *instead], "predicted_comparison": comparison}
+
+
+def _without_pins(ask: Callable[[], algorithms.Plan]) -> algorithms.Plan:
+    policy = algorithms.pin_policy()
+    algorithms.pin_policy("never")
+    try:
+        return ask()
+    finally:
+        algorithms.pin_policy(policy)
 
 
 def _size(text: str) -> int:

@@ -406,6 +406,51 @@ def test_a_call_on_the_gpu_that_its_forced_rung_refuses_lists_every_reason():
     assert "the operands are on a GPU" in lines[3]
 
 
+def explain_as_a_process(*arguments, **environment):
+    done = subprocess.run(
+        [sys.executable, "-m", "nvfp4_linear", "explain", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "NVFP4_CUBLASLT_LIBRARY": lab_double.build(), **environment},
+    )
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    return done.stdout
+
+
+def test_explain_predicts_why_the_pin_should_beat_the_heuristic():
+    """The study's two algorithms, as the double answers: no measurement, and called none."""
+    arguments = (4096, *STUDY[1:], "--cc", "12.1", "--sms", 48, "--predict")
+    document = json.loads(explain_as_a_process(*arguments, "--json"))
+    assert document["rung"] == "cublaslt-pinned" and document["algorithm"]["split_k"] == 1
+    assert {one["basis"] for one in document["predictions"]} == {"prediction"}
+    orders = {
+        rung: [one["order"] for one in document["predictions"] if one["rung"] == rung]
+        for rung in ("cublaslt-pinned", "cublaslt-heuristic")
+    }
+    assert "grouped:8" in orders["cublaslt-pinned"]
+    assert orders["cublaslt-heuristic"] == ["stream-k-tail", "stream-k"]
+    comparison = document["predicted_comparison"]
+    assert comparison["basis"] == "prediction" and comparison["faster"] == "pinned"
+    assert comparison["heuristic"]["algorithm"]["split_k"] == -2
+    pinned, heuristic = (comparison[arm]["miss_bytes"] for arm in ("pinned", "heuristic"))
+    assert pinned[0] < heuristic[0] / 4 and pinned[1] <= heuristic[1]
+
+    text = explain_as_a_process(*arguments)
+    assert "the heuristic would take: id 70, tile 20, stages 37, split_k -2" in text
+    assert text.count("predicted, not measured, ") == sum(map(len, orders.values()))
+    (line,) = (line for line in text.splitlines() if "a prediction:" in line)
+    assert "a prediction: the pinned algorithm should be faster" in line
+    assert "0.206 to 1.272 GB" in line and "1.012 to 1.272 GB" in line
+
+
+def test_explain_predicts_the_heuristic_alone_where_no_pin_is_taken():
+    arguments = (512, 512, 1024, "--cc", "12.1", "--sms", 48, "--predict", "--json")
+    document = json.loads(explain_as_a_process(*arguments))
+    assert document["rung"] == "cublaslt-heuristic"
+    assert {one["rung"] for one in document["predictions"]} == {"cublaslt-heuristic"}
+    assert document["predicted_comparison"] is None
+
+
 def test_explain_weight_only(capsys):
     status, plan = run_json(
         capsys, "explain", 4, 64, 64, "--cc", "9.0", "--sms", 132, "--activation", "bfloat16"

@@ -1152,6 +1152,26 @@ def test_explain_predicts_traffic_and_calls_it_a_prediction(monkeypatch):
         assert f"predicted, not measured, {order}: L2 hit rate {rate:.1%}" in line
 
 
+@pytest.mark.parametrize("pinned, heuristic, faster, words", [
+    ((1, 4), (3, 9), "pinned", "the pinned algorithm should be faster; L2 misses read 1.000 to 4.000"),
+    ((3, 4), (3, 5), "pinned", "3.000 to 4.000 GB with the pin, 3.000 to 5.000 GB with the heuristic's"),
+    ((3, 9), (1, 4), "heuristic", "the heuristic's algorithm should be faster"),
+    ((1, 4), (1, 4), None, "the model sees no difference"),
+    ((1, 9), (2, 4), None, "the model can't tell: it depends on the order"),
+])  # fmt: skip
+def test_a_prediction_decides_only_where_every_order_agrees(pinned, heuristic, faster, words):
+    """Both ends of the spread have to be no worse."""
+
+    def arm(ends):
+        return [{"miss_bytes": end * 10**9, "order": "row-major"} for end in ends]
+
+    plans = [planned(Algorithm(70, 20, 37, split_k)) for split_k in (1, -2)]
+    found = prediction.compare(*plans, arm(pinned), arm(heuristic))
+    assert found["faster"] == faster and found["basis"] == "prediction"
+    assert found["pinned"]["miss_bytes"] == [end * 10**9 for end in pinned]
+    assert found["text"].startswith("a prediction: ") and words in found["text"]
+
+
 def test_a_tile_is_turned_to_our_side():
     """cuBLASLt's 128x256 has 256 along M: one row of tiles here, and B is read once."""
     shape = (200, 4096, 512)
