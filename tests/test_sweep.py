@@ -778,6 +778,7 @@ candidates.Ranges.of = lambda version: candidates.Ranges((4, 5, 9), tuple(range(
 machine = find_machine()
 sweep.CHECK_BATCH = 16
 sweep.SAVE_S = 0
+{hold}
 with Session(machine) as session:
     problem = sweep.make_problem(machine, *{shape!r})
     sweep.sweep(session, problem, sweep.Options(rounds=30, finalists=2, budget_s=2), Path({path!r}),
@@ -785,8 +786,9 @@ with Session(machine) as session:
 """
 
 
-def start(path):
-    code = PROGRAM.format(tests=str(Path(__file__).parent), shape=SHAPE, path=str(path))
+def start(path, hold=""):
+    tests = str(Path(__file__).parent)
+    code = PROGRAM.format(tests=tests, shape=SHAPE, path=str(path), hold=hold)
     return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
 
 
@@ -794,10 +796,30 @@ def read(path):
     return json.loads(path.read_text()) if path.exists() else None
 
 
+# Stays in the first question, in the middle of the first save, and in the settled rounds.
+HOLD_QUESTION = """
+def heuristic(self, *_):
+    while True:
+        self.version()
+Session.heuristic = heuristic
+"""
+HOLD_SAVE = "import time; sweep.os.replace = lambda *_: time.sleep(600)"
+HOLD_SETTLED = """
+def settled(self, *arguments, measure=Session.settled):
+    Path({marker!r}).touch()
+    while True:
+        measure(self, *arguments)
+Session.settled = settled
+"""
+
+# (what holds the sweep there, how far its file says that it is)
 STAGES = {
-    "checking": lambda d: d["generations"] and d["generations"][0]["checked"] > 60,
-    "screening": lambda d: len(d["screened"]) > 3,
-    "final": lambda d: d["final"] and len(d["final"]["rounds"]) > 1,
+    "asking": (HOLD_QUESTION, None),
+    "saving": (HOLD_SAVE, None),
+    "checking": ("", lambda d: d["generations"] and d["generations"][0]["checked"] > 60),
+    "screening": ("", lambda d: len(d["screened"]) > 3),
+    "final": ("", lambda d: d["final"] and len(d["final"]["rounds"]) > 1),
+    "settled": (HOLD_SETTLED, lambda d: len(d["final"]["rounds"]) == 30),
 }
 
 
@@ -807,17 +829,30 @@ def test_killed_at_any_moment_the_file_is_usable_no_process_is_left_and_it_resum
 ):
     """One sweep, killed in each of its stages in turn; then it finishes from where it stood."""
     double()
-    path = tmp_path / "s.json"
+    path, partial, marker = (tmp_path / name for name in ("s.json", "s.json.part", "settled"))
     before = None
-    for reached in STAGES.values():
-        process = start(path)
-        wait_for(lambda: process.poll() is not None or ((data := read(path)) and reached(data)))  # noqa: B023
+
+    def there(stage, process):
+        if stage == "asking":
+            return children_of(process.pid)
+        if stage == "saving":
+            return partial.exists()
+        if stage == "settled" and not marker.exists():
+            return False
+        return (data := read(path)) and STAGES[stage][1](data)
+
+    for stage, (hold, _) in STAGES.items():
+        process = start(path, hold.format(marker=str(marker)))
+        wait_for(lambda: process.poll() is not None or there(stage, process))  # noqa: B023
         assert process.poll() is None, process.stderr.read()
         children = children_of(process.pid)
         assert children and all(map(alive, children))
         process.send_signal(signal.SIGKILL)
         process.wait()
         wait_for(lambda: not any(map(alive, children)), seconds=10)  # noqa: B023
+        if stage in ("asking", "saving"):  # nothing, not half of a file
+            assert not path.exists()
+            continue
         data = sweep.Result.read(path).data  # whole, and of the right format
         assert not data["finished"]
         if before is not None:  # nothing that was done is done again
@@ -837,7 +872,8 @@ def test_killed_at_any_moment_the_file_is_usable_no_process_is_left_and_it_resum
         answered = sum(generation["refused"].values()) + len(generation["accepted"])
         assert answered <= generation["checked"] == generation["total"]
     assert data["screened"][: len(before["screened"])] == before["screened"]
-    assert len(data["final"]["rounds"]) == 30
+    assert len(data["final"]["rounds"]) == 30 and data["final"] == before["final"]
+    assert len(data["settled"][0]["rounds"]) == sweep.SETTLED_ROUNDS
     seen = [tuple(e["algorithm"].values()) for e in data["screened"]]
     assert len(seen) == len(set(seen))
 
