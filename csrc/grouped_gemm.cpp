@@ -88,6 +88,8 @@ Tensor grouped_gemm(Tensor a, Tensor b, OptTensor a_scale, OptTensor b_scale, Te
   NVFP4_CHECK(ragged == "m" || ragged == "k", "ragged must be 'm' or 'k', got '", ragged, "'");
   GroupedGemmParams p;
   p.ragged_k = ragged == "k";
+  p.rows_not_zeroed = has_fault(Fault::kRowsNotZeroed);
+  p.stale_padding = has_fault(Fault::kStalePadding);
   NVFP4_CHECK(!p.ragged_k || (!gather && !scatter),
               "gather and scatter move rows of ragged M; with ragged = 'k' they must be None");
   const Side left = check_side(a, a_scale, "a", 2, a_scale_swizzled);

@@ -80,6 +80,8 @@ struct GroupedGemmParams {
   DType bias_type = DType::kFloat32;
   void* out = nullptr;  // ragged M: (m, n), zeroed by the kernel; ragged K: (groups, m, n)
   DType out_type = DType::kBFloat16;
+  // Faults that tests switch on: see faults_for_tests.h.
+  bool rows_not_zeroed = false, stale_padding = false;
 };
 
 // D (m, n) = out(alpha * A (m, k) . B (n, k)^T + bias). The two sides are alike: (A . B^T)^T =

@@ -173,14 +173,9 @@ CONTROLS = [
     Control("scatter-ignored", in_extension("scatter-ignored"), moves("scatter", "both")),
     # gather leaves two rows in no group, scatter drops two
     Control(
-        "rows-not-zeroed",
-        in_extension("rows-not-zeroed"),
-        moves("gather", "scatter", "both"),
-        ("cpu",),
+        "rows-not-zeroed", in_extension("rows-not-zeroed"), moves("gather", "scatter", "both")
     ),
-    Control(
-        "stale-padding", in_extension("stale-padding"), moves("k-padded-a", "k-padded-b"), ("cpu",)
-    ),
+    Control("stale-padding", in_extension("stale-padding"), moves("k-padded-a", "k-padded-b")),
     # A host that caps no tile: launches that no GPU can run.
     Control(
         "planner-uncapped",
