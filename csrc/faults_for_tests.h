@@ -18,7 +18,7 @@ enum class Fault {
   kScatterIgnored,   // every result stays in its own row
   kRowsNotZeroed,    // rows that nobody wrote keep what memory held
   kStalePadding,     // a slice of K is read on to the end of its last tile of scales
-  kPlannerUncapped,  // a CUDA planner takes shared memory to be endless
+  kPlannerUncapped,  // CUDA planners take shared memory to be endless
   kCount,
 };
 
