@@ -20,6 +20,7 @@ from test_kernels_on_cpu import TESTS, compile_cxx
 from nvfp4_linear import Nvfp4Tensor, ops
 from nvfp4_linear.grouped import grouped_gemm
 
+RECORDS = TESTS.parent / "bench" / "results" / "matrix" / "h200.json"
 NAMES = [case.name for case in CASES]
 BY_NAME = {case.name: case for case in CASES}
 
@@ -102,6 +103,18 @@ def test_records(tmp_path, monkeypatch, capsys):
     assert list(record) == ["case", "collected", "executed", "skipped", "skip_rules"]
     assert record["collected"] == record["executed"] + record["skipped"] == 2 * VARIANTS
     assert record["skipped"] == sum(record["skip_rules"].values())
+
+
+def test_the_committed_records_are_of_this_matrix(monkeypatch):
+    """Of an H200, that is: made again whenever cases, axes or rules change (gpu_session's matrix)."""
+    monkeypatch.setattr(matrix, "cuda_missing", lambda: None)
+    monkeypatch.setattr(matrix, "is_hopper", lambda: True)
+    monkeypatch.setattr(matrix, "run_variant", lambda *_: None)
+    records = [matrix.run(case).record() for case in CASES]
+    committed = json.loads(RECORDS.read_text())
+    assert [r["case"] for r in committed] == [r["case"] for r in records]
+    assert [r["collected"] for r in committed] == [r["collected"] for r in records]
+    assert committed == records
 
 
 def test_a_failure_is_the_exit_status(monkeypatch, capsys):
