@@ -329,6 +329,7 @@ void log_once(LogLevel level, const std::string& message) {
 //   pin TEXT / unpin TEXT               -> {"ok": ...}
 //   row TEXT                            -> the same as pin, of a pin file
 //   clear                               -> forgets plans and retirements
+//   queries                             -> how often cuBLASLt's heuristic was asked, ever
 //   fault NAME                          -> a deliberate fault, for negative controls: none ends it
 //   tile [strips= k_warps= cluster= stages=]
 //                                       -> a tile for CUDA planners; without arguments their own
@@ -495,6 +496,7 @@ std::string control(std::string request) {
     planner.clear();
     return "{\"ok\": true}";
   }
+  if (command == "queries") return concat("{\"heuristic\": ", planner.heuristic_queries(), "}");
   if (command == "fault") {
     set_fault(rest);
     return "{\"ok\": true}";

@@ -521,6 +521,12 @@ def library() -> dict[str, Any]:
     return _control("library")
 
 
+def heuristic_queries() -> int:
+    """How often this process's ops have asked cuBLASLt's heuristic: once a problem without a pin,
+    when it is planned, and never by a call whose plan is there."""
+    return _control("queries")["heuristic"]
+
+
 def backends() -> list[Backend]:
     """What this machine can run and, for what it can't, why. Probes each GPU with a small gemm."""
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()

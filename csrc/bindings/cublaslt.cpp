@@ -331,6 +331,7 @@ void bind_planner(py::module_& m) {
             self.set_policy(lt::parse_policy(text));
           })
       .def_property_readonly("library", &library_dict)
+      .def_property_readonly("heuristic_queries", &lt::Planner::heuristic_queries)
       .def(
           "check",
           [](lt::Planner& self, const lt::Problem& problem, const lt::Algorithm& algorithm) {

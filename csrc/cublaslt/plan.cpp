@@ -114,6 +114,7 @@ struct Planner::State {
   std::mutex mutex;
   Loaded loaded;
   PinPolicy policy;
+  int64_t heuristic_queries = 0;
   std::vector<Pin> user_pins;  // newest first
   std::map<int, Handle> handles;
   std::map<Key, std::shared_ptr<const Plan>> plans;
@@ -188,6 +189,7 @@ struct Planner::State {
   void ask_heuristic(const Operation& operation, const Problem& problem, const Key& key,
                      Plan* plan) {
     std::string reason;
+    ++heuristic_queries;
     for (const Answer& answer : operation.heuristic(kHeuristicAnswers, &reason)) {
       const std::string* launch = retirement(key, answer.algorithm);
       if (answer.ok() && !launch) return take(plan, kHeuristicRung, answer);
@@ -323,7 +325,9 @@ std::vector<Answer> Planner::heuristic(const Problem& problem, int count, std::s
     throw std::invalid_argument("count must be at least 1, got " + std::to_string(count));
   std::lock_guard<std::mutex> lock(state_->mutex);
   try {
-    return state_->operation(problem).heuristic(count, reason);
+    const Operation operation = state_->operation(problem);
+    ++state_->heuristic_queries;
+    return operation.heuristic(count, reason);
   } catch (const CallFailed& failure) {
     *reason = failure.what();
     return {};
@@ -348,6 +352,11 @@ Capabilities Planner::capabilities(const Problem& problem, int algorithm_id, std
     *reason = failure.what();
     return {};
   }
+}
+
+int64_t Planner::heuristic_queries() const {
+  std::lock_guard<std::mutex> lock(state_->mutex);
+  return state_->heuristic_queries;
 }
 
 const std::string& Planner::unavailable() const { return state_->loaded.reason; }
