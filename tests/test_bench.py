@@ -470,6 +470,29 @@ def test_quick_run_on_the_gpu(module, tmp_path):
 
 @pytest.mark.gpu
 @needs_gpu
+def test_a_warm_gemm_through_cublaslt_asks_no_heuristic(tmp_path):
+    torch.ops.nvfp4._control("clear")  # of what other tests have planned
+    arguments = [
+        "--device",
+        "cuda",
+        "--quick",
+        "--only",
+        "^gemm|first call",
+        "--out",
+        str(tmp_path),
+    ]
+    assert overhead.main(arguments) == 0
+    rows = {row["case"]: row for row in json.loads((tmp_path / "overhead.json").read_text())}
+    first = {case: row for case, row in rows.items() if "first call" in case}
+    assert {row["heuristic_queries"] for case, row in rows.items() if case not in first} == {0}
+    decoded = rows["gemm, m=64 n=256 k=272"]
+    assert "cublasLtMatmul" in decoded["kernel"], "the case no longer goes through cuBLASLt"
+    (asked,) = (row["heuristic_queries"] for case, row in first.items() if "k=272" in case)
+    assert asked >= len(overhead.FRESH_M), "or the count is no count"
+
+
+@pytest.mark.gpu
+@needs_gpu
 def test_a_replay_that_differs_is_not_timed_on_the_gpu():
     counter = torch.zeros((), device="cuda")
     unsteady = Variant("unsteady", lambda _: counter.add_(1).clone(), exact=True)
