@@ -11,6 +11,7 @@ import re
 import socket
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,7 +36,8 @@ from bench.check import (
 )
 from bench.report import Record, Run
 from bench.timing import Samples, Variant, plan_calls, rotation_sets
-from nvfp4_linear import reference
+from nvfp4_linear import Plan, explain, reference
+from nvfp4_linear.algorithms import Device
 
 BENCH = Path(report.__file__).parent
 KEYS = {"case", "median_us", "limit_us", "of_limit", "vs_torch", "vs_compile"}
@@ -169,6 +171,36 @@ def test_a_failed_ladder_check_is_recorded_and_fails(tmp_path, monkeypatch):
     assert ladder_check.main(arguments) == 1
     rows = json.loads((tmp_path / "ladder.json").read_text())
     assert {row["passed"] for row in rows if row["case"].startswith("gemm 33x")} == {False}
+
+
+@pytest.mark.parametrize(("device", "passed"), [("cuda", False), ("cpu", None)])
+def test_pins_that_cannot_be_tried_fail_on_a_gpu(device, passed, monkeypatch):
+    class Fused:
+        def __init__(self, run, *shape):
+            self.shape = shape
+
+        def plan(self):
+            return Plan(*self.shape, "cuda:0", "emulated", "gemm_mid_m")
+
+    records = []
+    monkeypatch.setattr(ladder_check, "Ladder", Fused)
+    ladder_check.check_pins(SimpleNamespace(device=device, add=records.append), (64, 64, 64))
+    (record,) = records
+    assert record.extra["passed"] is passed
+    assert "got emulated, gemm_mid_m" in record.extra["note"]
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        ladder_check.PINNED,
+        ladder_check.QUICK_PINNED,
+        *((m, overhead.N, k) for m, k in overhead.CASES if k == overhead.DECODED_K),
+    ],
+)
+def test_what_is_to_go_through_cublaslt_is_no_fused_kernels_on_an_h200(shape):
+    plan = explain(*shape, device=Device((9, 0), 132))
+    assert plan.kernel not in ("gemm_small_m", "gemm_small_m_hopper", "gemm_mid_m")
 
 
 def test_byte_comparison_names_the_first_difference():
