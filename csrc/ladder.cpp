@@ -130,8 +130,8 @@ void choose_chunks(const GemmRequest& r, Route* route) {
 
 // What the fused kernels for Hopper ask for.
 bool suits_hopper(const GemmRequest& r) {
-  return kHasHopperKernels && !r.dense_b && r.device.cc_major == 9 && r.device.cc_minor == 0 && r.k > 0 &&
-         r.k % (2 * kBlockSize) == 0 && r.alignment >= 16 &&
+  return kHasHopperKernels && !r.dense_b && r.device.cc_major == 9 && r.device.cc_minor == 0 &&
+         r.k > 0 && r.k % (2 * kBlockSize) == 0 && r.alignment >= 16 &&
          (!r.dense_a || r.a_row_stride % 8 == 0);
 }
 
