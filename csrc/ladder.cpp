@@ -1,7 +1,6 @@
 #include "ladder.h"
 
 #include <algorithm>
-#include <array>
 #include <cstdio>
 #include <cstdlib>
 #include <map>
@@ -17,6 +16,7 @@
 #include "cuda/small_m_hopper_plan.h"
 #include "faults_for_tests.h"
 #include "nvfp4.h"
+#include "recent.h"
 
 namespace nvfp4 {
 namespace {
@@ -30,8 +30,7 @@ using cublaslt::PointerMode;
 using cublaslt::Problem;
 using cublaslt::Refusal;
 
-// The rung that NVFP4_BACKEND forces; empty where it forces none.
-std::string_view forced_rung() {
+std::string_view read_forced_rung() {
   const char* text = std::getenv("NVFP4_BACKEND");
   if (text == nullptr || *text == '\0') return {};
   for (const char* rung : {kPinnedRung, kHeuristicRung, kEmulatedRung, kCpuRung}) {
@@ -40,6 +39,13 @@ std::string_view forced_rung() {
   NVFP4_CHECK(false, "NVFP4_BACKEND must be ", kPinnedRung, ", ", kHeuristicRung, ", ",
               kEmulatedRung, " or ", kCpuRung, ", got '", text, "': unset it to try every rung");
   return {};
+}
+
+// The rung that NVFP4_BACKEND forces; empty where it forces none. Read once a process: a look
+// through a hundred variables takes the host 0.2 us, and a gemm would take three.
+std::string_view forced_rung() {
+  static const std::string_view rung = read_forced_rung();
+  return rung;
 }
 
 OutType out_type(DType type) {
@@ -130,22 +136,10 @@ bool suits_hopper(const GemmRequest& r) {
          (!r.dense_a || r.a_row_stride % 8 == 0);
 }
 
-// hopper_pays of the last weights, by thread.
 bool hopper_pays(const GemmRequest& r) {
-  struct Entry {
-    int64_t n = 0, k = 0;
-    int sm_count = 0;
-    bool pays = false;
-  };
-  constexpr size_t kEntries = 64;
-  static thread_local std::array<Entry, kEntries> entries;
-  const uint64_t hash = static_cast<uint64_t>(r.n) * 0x9E3779B97F4A7C15u +
-                        static_cast<uint64_t>(r.k) * 0xC2B2AE3D27D4EB4Fu;
-  Entry& e = entries[hash >> 58];
-  if (e.n != r.n || e.k != r.k || e.sm_count != r.device.sm_count) {
-    e = {r.n, r.k, r.device.sm_count, cuda::hopper_pays(r.n, r.k, r.device.sm_count)};
-  }
-  return e.pays;
+  static thread_local Recent<3, bool> found;
+  return found.find({r.n, r.k, r.device.sm_count},
+                    [&] { return cuda::hopper_pays(r.n, r.k, r.device.sm_count); });
 }
 
 // Explicit tiles, and the fault in a planner, are gemm_small_m's.
@@ -155,12 +149,9 @@ bool takes_small_m_hopper(const GemmRequest& r) {
          !has_fault(Fault::kPlannerUncapped);
 }
 
-cuda::MidMPlan mid_m_plan(const GemmRequest& r) {
-  return cuda::plan_mid_m(r.m, r.n, r.k, r.device.sm_count);
-}
-
 bool takes_mid_m(const GemmRequest& r) {
-  return r.m <= cuda::kMidMMax && suits_hopper(r) && mid_m_plan(r).ok();
+  return r.m <= cuda::kMidMMax && suits_hopper(r) &&
+         cuda::find_mid_m(r.m, r.n, r.k, r.device.sm_count).ok();
 }
 
 void find_emulated(const GemmRequest& r, Route* route) {
@@ -248,7 +239,9 @@ int64_t workspace_bytes(const GemmRequest& r, const Route& route) {
     const int64_t accumulators = route.separate_epilogue ? 4 * route.m_chunk * r.n : 0;
     return accumulators + static_cast<int64_t>(route.plan->workspace_bytes);
   }
-  if (route.kernel == EmulatedKernel::kMidM) return cuda::mid_m_workspace(mid_m_plan(r));
+  if (route.kernel == EmulatedKernel::kMidM) {
+    return cuda::mid_m_workspace(cuda::find_mid_m(r.m, r.n, r.k, r.device.sm_count));
+  }
   if (route.kernel != EmulatedKernel::kDecode) return 0;
   const int64_t decoded =
       2 * r.k * ((r.dense_b ? 0 : route.n_chunk) + (r.dense_a ? 0 : route.m_chunk));
@@ -298,12 +291,19 @@ void check_cpu_allowed() {
       " needs CUDA operands, and these are on the CPU: move them with .cuda(), or unset it");
 }
 
+bool logs(LogLevel level) {
+  static const LogLevel most = [] {
+    const char* text = std::getenv("NVFP4_LOG");
+    const std::string_view wanted = text ? text : "";
+    return wanted == "debug"  ? LogLevel::kDebug
+           : wanted == "info" ? LogLevel::kInfo
+                              : LogLevel::kWarning;
+  }();
+  return level <= most;
+}
+
 void log_once(LogLevel level, const std::string& message) {
-  const char* text = std::getenv("NVFP4_LOG");
-  const std::string_view wanted = text ? text : "";
-  const bool shown = level == LogLevel::kWarning || wanted == "debug" ||
-                     (level == LogLevel::kInfo && wanted == "info");
-  if (!shown) return;
+  if (!logs(level)) return;
   static std::mutex mutex;
   static std::set<std::string> seen;
   std::lock_guard<std::mutex> lock(mutex);
@@ -315,6 +315,7 @@ void log_once(LogLevel level, const std::string& message) {
 //   explain m= n= k= [a=nvfp4|bfloat16|float16] [b=the same] [out=] [bias=] [alpha=host|device]
 //   [alignment=]
 //           cc= sm= [device=]           -> route, as JSON
+//   backend                             -> the rung that NVFP4_BACKEND forces, or ""
 //   fallback PATH                       -> where to look for cuBLASLt after the loader's own places
 //   build                               -> version, whether CUDA kernels are in
 //   library                             -> which cuBLASLt, or why none
@@ -451,6 +452,9 @@ std::string control(std::string request) {
   if (command == "fallback") {
     cublaslt::set_fallback_path(rest);
     return "{\"ok\": true}";
+  }
+  if (command == "backend") {
+    return concat("{\"forced\": ", cublaslt::quoted(std::string(forced_rung())), "}");
   }
   if (command == "build") {
     return concat("{\"version\": ", cublaslt::quoted(NVFP4_VERSION),

@@ -84,8 +84,9 @@ std::vector<cublaslt::Refusal> refusals(const GemmRequest& request, const Route&
 // Throws where NVFP4_BACKEND forces a rung other than the CPU's.
 void check_cpu_allowed();
 
-// NVFP4_LOG: each message once a process; warnings always, others where asked for.
+// NVFP4_LOG, read once: each message once a process; warnings always, others where asked for.
 enum class LogLevel { kWarning, kInfo, kDebug };
+bool logs(LogLevel level);
 void log_once(LogLevel level, const std::string& message);
 
 // Requests of algorithms.py, `command key=value ...`, answered in JSON. See ladder.cpp.

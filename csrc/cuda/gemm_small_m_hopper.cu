@@ -22,6 +22,7 @@
 #include <array>
 #include <mutex>
 
+#include "../recent.h"
 #include "cluster.cuh"
 #include "common.cuh"
 #include "decode.cuh"
@@ -599,24 +600,10 @@ void launch_planned(const SmallMParams& p, const HopperPlan& plan, cudaStream_t 
   check(cudaLaunchKernelEx(&config, pick_kernel(p, tiles), a), "gemm_small_m_hopper");
 }
 
-// The last plans found are kept, by thread.
 const HopperPlan& find_plan(int64_t m, int64_t n, int64_t k, const Device& device) {
-  struct Entry {
-    int64_t n = 0, k = 0;
-    int tiles = 0, device = -1;
-    HopperPlan plan;
-  };
-  constexpr size_t kEntries = 64;
-  static thread_local std::array<Entry, kEntries> entries;
-  const int tiles = hopper_tiles(m);
-  const uint64_t hash =
-      (static_cast<uint64_t>(tiles) * 31 + static_cast<uint64_t>(n)) * 0x9E3779B97F4A7C15u +
-      static_cast<uint64_t>(k) * 0xC2B2AE3D27D4EB4Fu;
-  Entry& e = entries[hash >> 58];
-  if (e.tiles != tiles || e.n != n || e.k != k || e.device != device.index) {
-    e = {n, k, tiles, device.index, plan_hopper(m, n, k, device_entry(device).device)};
-  }
-  return e.plan;
+  static thread_local Recent<4, HopperPlan> found;
+  return found.find({hopper_tiles(m), n, k, device.index},
+                    [&] { return plan_hopper(m, n, k, device_entry(device).device); });
 }
 
 }  // namespace
