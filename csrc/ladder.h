@@ -5,7 +5,7 @@
 //   3 emulated            exact decode, then BF16 or FP16 tensor cores: any GPU from cc 8.0 on
 //   4 a named error that lists every rung's reason
 //
-// `find_route` decides; run_ladder (cuda/gemm.cpp) does what it says and `control` explains it, so
+// `find_route` decides; cuda/gemm.cpp does what it says and `explain` (control.h) tells it, so
 // what is explained is what runs. A route holds shared plans and no text: it costs a warm call two
 // look-ups.
 #pragma once
@@ -13,6 +13,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "cublaslt/plan.h"
@@ -29,6 +30,16 @@ constexpr size_t kCublasltWorkspace = size_t{16} << 20;
 // Rows of FP32 accumulators that a native NVFP4 GEMM leaves to the separate epilogue at a time: a
 // multiple of 128, so that a chunk starts on a tile of scales.
 constexpr int64_t kEpilogueRows = 2048;
+
+#if defined(NVFP4_WITH_CUDA)
+inline constexpr bool kHasCudaKernels = true;
+#else
+inline constexpr bool kHasCudaKernels = false;
+#endif
+
+// The rung that NVFP4_BACKEND forces; empty where it forces none. Read once a process: a look
+// through a hundred variables takes the host 0.2 us, and a gemm would take three.
+std::string_view forced_rung();
 
 struct GemmRequest {
   int64_t m = 0, n = 0, k = 0;
@@ -88,8 +99,5 @@ void check_cpu_allowed();
 enum class LogLevel { kWarning, kInfo, kDebug };
 bool logs(LogLevel level);
 void log_once(LogLevel level, const std::string& message);
-
-// Requests of algorithms.py, `command key=value ...`, answered in JSON. See ladder.cpp.
-std::string control(std::string request);
 
 }  // namespace nvfp4
