@@ -28,8 +28,9 @@ from nvfp4_linear import explain
 
 TARGET_US = 10.0
 N, K = 256, 256
-FUSED_M, DECODED_M = 16, 64  # either side of where the emulated rung changes its kernel
-FRESH_M = range(65, 75)  # m of the first calls
+# On Hopper: one launch; one of two slices of rows; a workspace and two launches.
+ROWS = (16, 64, 512)
+FRESH_M = range(513, 523)  # m of the first calls
 CALLS, QUICK_CALLS = 100, 3  # a chunk
 CHUNKS, QUICK_CHUNKS = 30, 3
 
@@ -151,7 +152,7 @@ def record(name: str, m: int, ours: Samples, theirs: Samples, extra: dict[str, A
 
 def main(argv: list[str] | None = None) -> int:
     run = Run("overhead", parser("overhead", __doc__.split("\n\n")[0]), argv)
-    for m in (FUSED_M, DECODED_M):
+    for m in ROWS:
         operands = Operands(run.device, m)
         check(operands)
         calls = {name: call for name, call in operands.calls().items() if run.wanted(name)}

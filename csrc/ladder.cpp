@@ -126,8 +126,9 @@ bool hopper_pays(const GemmRequest& r) {
 
 // Explicit tiles, and the fault in a planner, are gemm_small_m's.
 bool takes_small_m_hopper(const GemmRequest& r) {
-  return r.m <= cuda::kSmallMHopperMax && suits_hopper(r) && r.k < (int64_t{1} << 24) &&
-         hopper_pays(r) && explicit_tile.load(std::memory_order_relaxed).strips == 0 &&
+  return cuda::hopper_slices_pay(r.m, r.n, r.device.sm_count) && suits_hopper(r) &&
+         r.k < (int64_t{1} << 24) && hopper_pays(r) &&
+         explicit_tile.load(std::memory_order_relaxed).strips == 0 &&
          !has_fault(Fault::kPlannerUncapped);
 }
 

@@ -55,7 +55,7 @@ struct GemmRequest {
 
 enum class EmulatedKernel {
   kSmallM,        // one fused kernel: reads a packed B once
-  kSmallMHopper,  // the same on Hopper, for aligned operands
+  kSmallMHopper,  // the same on Hopper, for aligned operands; more rows where n is small
   kMidM,          // the same for more rows, on Hopper, with A's image in a workspace
   kDecode,        // decode a chunk, then cuBLASLt; see chunk sizes
   kSlices,        // the fused kernel, kSmallMMax rows at a time: where cuBLASLt can't be had
