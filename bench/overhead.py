@@ -31,11 +31,11 @@ from nvfp4_linear.algorithms import heuristic_queries
 
 TARGET_US = 10.0
 N = 256
-# m, k: a kernel each of the emulated rung. The fused ones for Hopper want k in 32s: with another k
-# operands are decoded for cuBLASLt, on every GPU.
+# m, k: on Hopper one launch; one of two slices of rows; a workspace and two launches. The fused
+# kernels there want k in 32s: with another k operands are decoded for cuBLASLt, on every GPU.
 FUSED_K, DECODED_K = 256, 272
-CASES = ((16, FUSED_K), (64, FUSED_K), (64, DECODED_K))
-FRESH_M = range(65, 75)  # m of the first calls
+CASES = ((16, FUSED_K), (64, FUSED_K), (512, FUSED_K), (64, DECODED_K))
+FRESH_M = range(513, 523)  # m of the first calls
 CALLS, QUICK_CALLS = 100, 3  # a chunk
 CHUNKS, QUICK_CHUNKS = 30, 3
 

@@ -2,7 +2,7 @@
 // controls), and choices that a CUDA planner is told to take. Nothing else sets any of it; with
 // none set, asking costs one relaxed load.
 //
-// Set through `_control`, see ladder.cpp. Faults of what lives in Python are made there.
+// Set through `_control`, see control.h. Faults of what lives in Python are made there.
 #pragma once
 
 #include <array>

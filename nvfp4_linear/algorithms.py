@@ -312,9 +312,7 @@ def explain(
     if isinstance(where, torch.device):
         needs = "the operands are on the CPU: it needs CUDA operands"
         refused = tuple(Refusal(rung, needs) for rung in RUNGS[:-1])
-        forced = os.environ.get("NVFP4_BACKEND") or "cpu"
-        if forced not in RUNGS:
-            raise ValueError(f"NVFP4_BACKEND must be one of {', '.join(RUNGS)}, got {forced!r}")
+        forced = _control("backend")["forced"] or "cpu"
         if m < 0 or n < 0 or k <= 0 or k % 16:
             raise ValueError(
                 f"m, n >= 0 and k a positive multiple of 16 expected, got {m}, {n}, {k}"

@@ -6,6 +6,7 @@
 #include <map>
 #include <mutex>
 #include <stdexcept>
+#include <unordered_map>
 
 #include "faults.h"
 #include "operation.h"
@@ -40,6 +41,17 @@ Key key_of(const Problem& p) {
           static_cast<int64_t>(p.workspace_limit),
           p.skip_pins};
 }
+
+struct Hash {
+  size_t operator()(const Key& key) const {
+    uint64_t hash = 0;
+    for (const int64_t number : key) {
+      hash = (hash ^ static_cast<uint64_t>(number)) * 0x9E3779B97F4A7C15u;
+      hash ^= hash >> 32;
+    }
+    return hash;
+  }
+};
 
 std::string multiple_of(const char* what, int64_t value, int64_t unit) {
   return std::string(what) + " = " + std::to_string(value) + " is not a multiple of " +
@@ -117,8 +129,8 @@ struct Planner::State {
   int64_t heuristic_queries = 0;
   std::vector<Pin> user_pins;  // newest first
   std::map<int, Handle> handles;
-  std::map<Key, std::shared_ptr<const Plan>> plans;
-  std::map<Key, std::vector<Retired>> retired;
+  std::unordered_map<Key, std::shared_ptr<const Plan>, Hash> plans;
+  std::unordered_map<Key, std::vector<Retired>, Hash> retired;
 
   // Why no rung can take this problem; empty where one may. `*transient` where asking again later
   // may get another answer.
