@@ -86,6 +86,14 @@ int64_t choose_rows(int64_t m, int64_t n, int64_t most, int sm_count) {
   return best;
 }
 
+// Columns of B to decode at a time, at most `most`: as few parts as that allows, of one size where
+// whole tiles allow it, so that no product is left with a narrow rest.
+int64_t choose_columns(int64_t n, int64_t most) {
+  constexpr int64_t kCols = 256;  // of cuBLASLt's usual tile
+  const int64_t parts = (n + most - 1) / most;
+  return std::min(round_up((n + parts - 1) / parts, kCols), std::min(n, most));
+}
+
 // Decoded B should stay whole (it is read once a chunk of A), and A fills what is left.
 void choose_chunks(const GemmRequest& r, Route* route) {
   const int64_t row_bytes = 2 * r.k;
@@ -94,7 +102,7 @@ void choose_chunks(const GemmRequest& r, Route* route) {
     return std::max<int64_t>(bytes / row_bytes / kTileRows * kTileRows, kTileRows);
   };
   const int64_t b_share = r.dense_a ? budget : budget * 3 / 4;
-  route->n_chunk = r.dense_b ? r.n : std::min(r.n, rows_in(b_share));
+  route->n_chunk = r.dense_b ? r.n : choose_columns(r.n, rows_in(b_share));
   const int64_t b_bytes = r.dense_b ? 0 : route->n_chunk * row_bytes;
   int64_t rows = rows_in(budget - b_bytes);
   if (route->separate_epilogue) {  // FP32 accumulators of a chunk, in the budget's stead of A

@@ -273,9 +273,10 @@ def test_explain_takes_the_pin_where_cublaslt_accepts_it():
 @pytest.mark.parametrize(
     ("shape", "chunk"),
     [
-        ((37824, 5376, 14336), 3200),  # 25 x 21 tiles on 132 SMs: 3.98 waves
-        ((2500, 5376, 14336), 2500),  # fits whole
-        ((37810, 28672, 5376), 5632),  # 44 x 69 tiles: 23 waves
+        ((37824, 5376, 14336), (3200, 5376)),  # 25 x 21 tiles on 132 SMs: 3.98 waves
+        ((2500, 5376, 14336), (2500, 5376)),  # fits whole
+        ((37810, 28672, 5376), (8448, 14336)),  # two halves; 66 x 56 tiles: 28 waves
+        ((4096, 8192, 28672), (1536, 2816)),  # three parts of up to 3200 columns
     ],
 )
 def test_chunks_of_decoded_operands_fill_waves_and_stay_in_the_budget(shape, chunk):
@@ -289,7 +290,7 @@ def test_chunks_of_decoded_operands_fill_waves_and_stay_in_the_budget(shape, chu
     )
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
-    assert plan["details"]["m_chunk"] == chunk
+    assert (plan["details"]["m_chunk"], plan["details"]["n_chunk"]) == chunk
     assert plan["workspace_bytes"] <= 256 << 20
 
 
