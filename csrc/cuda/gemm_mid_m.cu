@@ -9,8 +9,9 @@
 //   of kN rows and chunk of 128 k, the bytes as shared memory wants them (128-byte swizzle), in the
 //   order of k in which words of codes decode, decoded where A is packed. One thread fetches it by
 //   bulk copies; codes and scales come through a pipeline that each thread has to itself.
-// - mid_m_plan.h cuts the work. Of the blocks that share a tile, the last one to come adds up, warp
-//   by warp, in the order of k: the same bytes in every run. No block waits for another.
+// - mid_m_plan.h cuts the work. Of the blocks that share a tile, the last ones to come add up, warp
+//   by warp, in the order of k: the same bytes in every run, whoever they are. No block needs
+//   another one to run at the same time.
 #include <mutex>
 
 #include "common.cuh"
@@ -35,12 +36,16 @@ constexpr int kRows = 2;             // of B, a lane
 constexpr int kCodeStep = kMidMChunkK / 2, kScaleStep = kMidMChunkK / kBlockSize * kTileRows;
 // Registers a thread: 168 x 384 are handed out as these.
 constexpr int kFetcherRegisters = 24, kMultiplierRegisters = 240;
-constexpr int kBatch = 32;  // of another block's sums, loaded at a time
+constexpr int kPatience = 20;  // looks for other blocks, about half a microsecond each
+constexpr int kBatch = 32;     // of a thread's sums, added to those of other blocks together
 
 // Shared memory, and how many stages of it there are, for tiles of kRowsOfA.
 template <int kRowsOfA>
 struct Layout {
   static constexpr int kN = kRowsOfA, kAcc = kN / 2;  // sums a thread
+  static constexpr int kPart = kAcc / kMidMParts;
+  // Other blocks' pieces to load together: as many as there are registers for.
+  static constexpr int kAtOnce = kN == 64 ? 3 : kN == 128 ? 2 : 1;
   // Words of a row decoded at a time: short products need more of them under way.
   static constexpr int kWords = kN <= 128 ? 2 : 1;
   static constexpr uint32_t kABytes = kN * kStageK * 2;  // of a stage
@@ -61,7 +66,7 @@ struct MidMArgs {
   MidMPlan plan;
   uint8_t* image;
   float* sums;
-  unsigned* counters;  // how many blocks have left their sums, of each warp's part of a tile
+  unsigned* counters;  // how many blocks have left their sums: by tile, part and warp
   float unit;
   int64_t tiles_per_row;
 };
@@ -91,7 +96,7 @@ __global__ void __launch_bounds__(kImageThreads) image_kernel(const __grid_const
   const SmallMParams& q = a.gemm;
   const uint32_t m = blockIdx.y, thread = blockIdx.x * kImageThreads + threadIdx.x;
   if (m == 0) {
-    for (uint32_t i = thread; i < static_cast<uint32_t>(a.plan.tiles) * kMidMWarps;
+    for (uint32_t i = thread; i < static_cast<uint32_t>(a.plan.tiles) * kMidMParts * kMidMWarps;
          i += gridDim.x * kImageThreads) {
       a.counters[i] = 0;
     }
@@ -117,7 +122,8 @@ __global__ void __launch_bounds__(kImageThreads) image_kernel(const __grid_const
     }
   }
   // Two halves of a chunk, each `rows` rows of 128 bytes: eight vectors, four for each word.
-  const uint32_t rows = a.plan.rows, chunks = a.plan.chunks, tile = m / rows, r = m - tile * rows;
+  const uint32_t rows = a.plan.rows, chunks = a.plan.chunks.value, tile = m / rows,
+                 r = m - tile * rows;
   uint8_t* out = a.image + (uint64_t{tile} * chunks + c) * (rows * 256) + r * 128;
 #pragma unroll
   for (int w = 0; w < 4; ++w) {
@@ -142,9 +148,9 @@ __global__ void __launch_bounds__(kImageThreads) image_kernel(const __grid_const
 
 // ----------------------------------------------------------------------------------------- pieces
 
-// What a worker does of one tile: chunks [first, first + count) of it.
+// What a worker does of one tile: chunks [first, first + count) of it. Workers [from, to] share it.
 struct Segment {
-  int tile, m_tile, n_tile, first, count;
+  int tile, m_tile, n_tile, first, count, from, to;
 };
 
 // The segments of a worker's piece, one after the other.
@@ -155,13 +161,17 @@ class Piece {
 
   __device__ bool next(Segment& s) {
     if (at_ >= end_) return false;
-    s.tile = at_ / plan_.chunks;
-    s.first = at_ - s.tile * plan_.chunks;
-    s.count = min(plan_.chunks - s.first, end_ - at_);
-    s.n_tile = s.tile / plan_.m_tiles;
-    s.m_tile = s.tile - s.n_tile * plan_.m_tiles;
+    s.tile = plan_.chunks.divide(at_);
+    s.first = at_ - s.tile * plan_.chunks.value;
+    s.count = min(plan_.chunks.value - s.first, end_ - at_);
+    s.n_tile = plan_.m_tiles.divide(s.tile);
+    s.m_tile = s.tile - s.n_tile * plan_.m_tiles.value;
     at_ += s.count;
     return true;
+  }
+  __device__ void find_others(Segment& s) const {
+    s.from = plan_.worker_of(s.tile, 0);
+    s.to = plan_.worker_of(s.tile, plan_.chunks.value - 1);
   }
 
  private:
@@ -296,7 +306,7 @@ __device__ __forceinline__ uint32_t bits_of(Out v) {
   return bits;
 }
 
-// What is added to a tile's sums, loaded ahead of their end.
+// What is added to a tile's sums.
 struct Epilogue {
   float alpha, bias[kRows];
 
@@ -310,17 +320,18 @@ struct Epilogue {
   }
 };
 
-template <typename Out, typename L>
+// kCount sums a thread, from column `first` of the tile's kN on.
+template <typename Out, int kCount>
 __device__ __forceinline__ void store(const MidMArgs& a, const Segment& s, const Epilogue& e,
-                                      int warp, int lane, const float (&sums)[L::kAcc]) {
+                                      int warp, int lane, int first, const float (&sums)[kCount]) {
   const SmallMParams& q = a.gemm;
   const int64_t n = int64_t{s.n_tile} * kTileRows + 16 * warp + 4 * (lane % 4);
-  const int64_t m = int64_t{s.m_tile} * L::kN + lane / 4;
+  const int64_t m = int64_t{s.m_tile} * a.plan.rows + first + lane / 4;
   Out* out = static_cast<Out*>(q.out) + m * q.n + n;
-  const int rows = n < q.n ? static_cast<int>(min(q.m - m, int64_t{L::kN})) : 0;
+  const int rows = n < q.n ? static_cast<int>(min(q.m - m, int64_t{2 * kCount})) : 0;
   const bool wide = q.n % 4 == 0;
 #pragma unroll
-  for (int i = 0; i < L::kAcc; i += 4) {
+  for (int i = 0; i < kCount; i += 4) {
     uint32_t bits[kRows][2];
 #pragma unroll
     for (int h = 0; h < kRows; ++h) {
@@ -347,75 +358,138 @@ __device__ __forceinline__ void store(const MidMArgs& a, const Segment& s, const
   }
 }
 
-// Where a worker leaves its sums of a tile: as its first segment's or its last one's.
+template <int kCount>
+__device__ __forceinline__ void store_as(const MidMArgs& a, const Segment& s, const Epilogue& e,
+                                         int warp, int lane, int first,
+                                         const float (&sums)[kCount]) {
+  switch (a.gemm.out_type) {
+    case DType::kFloat32:
+      return store<float>(a, s, e, warp, lane, first, sums);
+    case DType::kBFloat16:
+      return store<__nv_bfloat16>(a, s, e, warp, lane, first, sums);
+    default:
+      return store<__half>(a, s, e, warp, lane, first, sums);
+  }
+}
+
+// Where a worker leaves its sums of a tile. It may be the first of those that share one tile, and a
+// later one of those that share another.
 template <typename L>
-__device__ __forceinline__ float4* left_sums(const MidMArgs& a, int worker, int tile, int thread) {
-  const int64_t slot = int64_t{worker} * 2 + (a.plan.begin(worker) < tile * a.plan.chunks);
+__device__ __forceinline__ float4* left_sums(const MidMArgs& a, const Segment& s, int worker,
+                                             int thread) {
+  const int64_t slot = 2 * worker + (worker == s.from);
   return reinterpret_cast<float4*>(a.sums) + slot * (kMultipliers * L::kAcc / 4) + thread;
 }
 
-// kBatch sums that a thread of another block has left.
-__device__ __forceinline__ void load_sums(const float4* from, float (&v)[kBatch]) {
+// Adds what workers [w, end) have left of a tile, one after the other: a thread's sums from the one
+// with number `first` on. kAtOnce pieces are loaded together.
+template <int kAtOnce, typename L, int kCount>
+__device__ __forceinline__ void add_pieces(const MidMArgs& a, const Segment& s, int first, int w,
+                                           int end, int thread, float (&total)[kCount]) {
+#pragma unroll 1
+  for (; w < end; w += kAtOnce) {
+    float4 v[kAtOnce][kCount / 4];
 #pragma unroll
-  for (int i = 0; i < kBatch; i += 4) {
-    const float4 four = __ldcg(from + i / 4 * kMultipliers);
-    v[i] = four.x;
-    v[i + 1] = four.y;
-    v[i + 2] = four.z;
-    v[i + 3] = four.w;
+    for (int p = 0; p < kAtOnce; ++p) {
+      const float4* theirs = left_sums<L>(a, s, w + p, thread) + first / 4 * kMultipliers;
+#pragma unroll
+      for (int i = 0; i < kCount / 4; ++i) {
+        v[p][i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (w + p < end) v[p][i] = __ldcg(theirs + i * kMultipliers);
+      }
+    }
+#pragma unroll
+    for (int p = 0; p < kAtOnce; ++p) {
+#pragma unroll
+      for (int i = 0; i < kCount / 4; ++i) {
+        total[4 * i] += v[p][i].x;
+        total[4 * i + 1] += v[p][i].y;
+        total[4 * i + 2] += v[p][i].z;
+        total[4 * i + 3] += v[p][i].w;
+      }
+    }
   }
 }
 
-// Adds up a tile that is in several pieces, in their order. False where another block will.
-template <typename L>
-__device__ __forceinline__ bool add_pieces(const MidMArgs& a, const Segment& s, int worker,
-                                           int thread, float (&sums)[L::kAcc]) {
-  const int from = a.plan.worker_of(s.tile, 0);
-  const int to = a.plan.worker_of(s.tile, a.plan.chunks - 1);
-  if (from == to) return true;
-  wait_for_kernel_ahead();  // it sets the counters to zero
-  unsigned* counter = a.counters + s.tile * kMidMWarps + thread / kWarpSize;
-  const unsigned others = static_cast<unsigned>(to - from);
-  if (__shfl_sync(kFullWarp, load_acquire(counter), 0) != others) {
-    float4* mine = left_sums<L>(a, worker, s.tile, thread);
-#pragma unroll
-    for (int i = 0; i < L::kAcc; i += 4) {
-      mine[i / 4 * kMultipliers] = make_float4(sums[i], sums[i + 1], sums[i + 2], sums[i + 3]);
-    }
-    fence_device();
+// How many blocks have left their sums of what a warp has of a tile: lane p counts for part p of
+// kMidMParts along m.
+class Counter {
+ public:
+  __device__ Counter(const MidMArgs& a, const Segment& s, int warp, int lane)
+      : counter_(a.counters + (s.tile * kMidMWarps + warp) * kMidMParts + lane),
+        others_(static_cast<unsigned>(s.to - s.from)),
+        mine_(lane < kMidMParts) {}
+
+  __device__ bool all_others_came() const {
+    const bool all = __all_sync(kFullWarp, !mine_ || load_acquire(counter_) == others_);
     __syncwarp();
-    unsigned before = 0;
-    if (thread % kWarpSize == 0) before = atomicAdd(counter, 1u);
-    if (__shfl_sync(kFullWarp, before, 0) != others) return false;
+    return all;
+  }
+  // Counts this block. True in the lanes of parts of which it is the last to come. A lane that
+  // `waits` looks for the others for a while first.
+  __device__ bool come(bool waits) {
+    bool last = false;
+    if (mine_ && !waits) last = atomicAdd(counter_, 1u) == others_;
+    __syncwarp();
+    if (mine_ && waits) {
+#pragma unroll 1
+      for (int look = 0; look < kPatience && load_acquire(counter_) != others_; ++look) {
+      }
+      last = atomicAdd(counter_, 1u) == others_;
+    }
+    __syncwarp();
+    return last;
+  }
+
+ private:
+  unsigned* counter_;
+  unsigned others_;
+  bool mine_;
+};
+
+// Leaves a block's sums of a tile for the others, and adds up the parts of which it is the last to
+// come. So that blocks that come at about the same time share the adding, each owns parts, and is
+// the last of theirs to come if it is `patient` and the others come soon. None waits for long: a
+// block that is not running yet may be waiting for this one's multiprocessor.
+template <typename L>
+__device__ __forceinline__ void leave_sums(const MidMArgs& a, const Segment& s, const Epilogue& e,
+                                           Counter& counter, int worker, bool patient, int thread,
+                                           const float (&sums)[L::kAcc]) {
+  const int warp = thread / kWarpSize, lane = thread % kWarpSize;
+  float4* mine = left_sums<L>(a, s, worker, thread);
+#pragma unroll
+  for (int i = 0; i < L::kAcc; i += 4) {
+    mine[i / 4 * kMultipliers] = make_float4(sums[i], sums[i + 1], sums[i + 2], sums[i + 3]);
   }
   fence_device();
-  // Sums of the pieces before, then this block's, then the pieces after.
-  if (from < worker) {
-#pragma unroll
-    for (int b = 0; b < L::kAcc; b += kBatch) {
-      float total[kBatch];
-      load_sums(left_sums<L>(a, from, s.tile, thread) + b / 4 * kMultipliers, total);
-      for (int w = from + 1; w < worker; ++w) {
-        float v[kBatch];
-        load_sums(left_sums<L>(a, w, s.tile, thread) + b / 4 * kMultipliers, v);
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) total[i] += v[i];
-      }
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) sums[b + i] += total[i];
-    }
+  __syncwarp();
+  const int owner = s.from + lane * (s.to - s.from + 1) / kMidMParts;
+  const bool last = counter.come(patient && owner == worker);
+  fence_device();
+#pragma unroll 1
+  for (int part = 0; part < kMidMParts; ++part) {
+    if (!__shfl_sync(kFullWarp, last, part)) continue;
+    float total[L::kPart] = {};
+    add_pieces<4, L>(a, s, part * L::kPart, s.from, s.to + 1, thread, total);
+    store_as(a, s, e, warp, lane, part * 2 * L::kPart, total);
   }
-  for (int w = worker + 1; w <= to; ++w) {
-    const float4* theirs = left_sums<L>(a, w, s.tile, thread);
+}
+
+// Adds all others' sums of a tile.
+template <typename L>
+__device__ __forceinline__ void add_others(const MidMArgs& a, const Segment& s, int worker,
+                                           int thread, float (&sums)[L::kAcc]) {
+  fence_device();
 #pragma unroll
-    for (int b = 0; b < L::kAcc; b += kBatch) {
-      float v[kBatch];
-      load_sums(theirs + b / 4 * kMultipliers, v);
+  for (int b = 0; b < L::kAcc; b += kBatch) {
+    float total[kBatch] = {};
+    add_pieces<L::kAtOnce, L>(a, s, b, s.from, worker, thread, total);
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) sums[b + i] += v[i];
-    }
+    for (int i = 0; i < kBatch; ++i) total[i] += sums[b + i];
+    add_pieces<L::kAtOnce, L>(a, s, b, worker + 1, s.to + 1, thread, total);
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) sums[b + i] = total[i];
   }
-  return true;
 }
 
 // -------------------------------------------------------------------------------------- main loop
@@ -429,7 +503,7 @@ __device__ __forceinline__ void fetch_a(const MidMArgs& a, int worker, uint32_t 
   wait_for_kernel_ahead();
   while (piece.next(s)) {
     const uint8_t* from =
-        a.image + (int64_t{s.m_tile} * a.plan.chunks + s.first) * (2 * L::kABytes);
+        a.image + (int64_t{s.m_tile} * a.plan.chunks.value + s.first) * (2 * L::kABytes);
     for (int i = 2 * s.count; i > 0; --i) {
       barrier_wait(full + 8, parity);
       barrier_expect(full, L::kABytes);
@@ -504,21 +578,21 @@ __device__ __forceinline__ void multiply(const MidMArgs& a, int worker, uint32_t
     wgmma_wait<0>();
     pin_registers(acc);
     release();
+    piece.find_others(s);
     const Segment done = s;
     const Epilogue epilogue(a.gemm, done, warp, lane);
     more = piece.next(s);
     if (more) weights.start(a, s, base, thread);
-    if (!add_pieces<L>(a, done, worker, thread, acc)) continue;
-    switch (a.gemm.out_type) {
-      case DType::kFloat32:
-        store<float, L>(a, done, epilogue, warp, lane, acc);
-        break;
-      case DType::kBFloat16:
-        store<__nv_bfloat16, L>(a, done, epilogue, warp, lane, acc);
-        break;
-      default:
-        store<__half, L>(a, done, epilogue, warp, lane, acc);
+    if (done.from != done.to) {
+      wait_for_kernel_ahead();  // it sets the counters to zero
+      Counter counter(a, done, warp, lane);
+      if (!counter.all_others_came()) {
+        leave_sums<L>(a, done, epilogue, counter, worker, !more, thread, acc);
+        continue;
+      }
+      add_others<L>(a, done, worker, thread, acc);
     }
+    store_as(a, done, epilogue, warp, lane, 0, acc);
   }
   wait_copies<0>();
 }
@@ -597,19 +671,20 @@ void prepare(const Device& device) {
 }
 
 // The main kernel starts when the image's blocks are all under way, and waits for their end where
-// it needs it. Whoever wrote the operands was over before the image kernel began.
+// it needs it. Whoever wrote the operands was over before the image kernel began. That one does not
+// start early: its blocks would crowd on the multiprocessors that are free first.
 template <typename T, typename L>
 void launch_mid_m(const MidMArgs& a, bool packed, Stream stream) {
   void (*image)(const MidMArgs) = image_kernel<T, false>;
   if constexpr (std::is_same_v<T, __half>) image = packed ? image_kernel<T, true> : image;
-  const dim3 image_grid(static_cast<unsigned>(ceil_div(a.plan.chunks * 4, kImageThreads)),
-                        static_cast<unsigned>(a.plan.m_tiles * a.plan.rows));
+  const dim3 image_grid(static_cast<unsigned>(ceil_div(a.plan.chunks.value * 4, kImageThreads)),
+                        static_cast<unsigned>(a.plan.m_tiles.value * a.plan.rows));
   launch("gemm_mid_m, A's image", image, image_grid, kImageThreads, stream, a);
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(a.plan.workers));
+  config.gridDim = dim3(static_cast<unsigned>(a.plan.workers.value));
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = L::kBytes;
   config.stream = as_stream(stream);
