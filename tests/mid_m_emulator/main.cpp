@@ -168,6 +168,18 @@ bool check_plan(int64_t m, int64_t n, int64_t k, int sms) {
 
 int main() {
   int failed = 0;
+  for (const int divisor : {1, 2, 3, 7, 112, 131, 132, 65536, 16777213, INT32_MAX}) {
+    const cuda::MidMDivisor by(divisor);
+    for (int i = 0; i < 1000; ++i) {
+      // Both sides of multiples, and the ends.
+      const int64_t multiple = INT32_MAX / divisor * int64_t{i} / 999 * divisor;
+      for (const int64_t x : {multiple - 1, multiple, multiple + 1, int64_t{INT32_MAX}}) {
+        if (x < 0 || x > INT32_MAX || by.divide(static_cast<int>(x)) == x / divisor) continue;
+        std::printf("MidMDivisor: %ld / %d\n", long(x), divisor);
+        ++failed;
+      }
+    }
+  }
   for (const int sms : {1, 2, 7, 48, 132}) {
     for (const int64_t m : {1, 33, 64, 65, 128, 129, 256, 300, 384, 512, 2048}) {
       for (const int64_t n : {1, 77, 128, 129, 4096, 5376, 28672}) {
