@@ -85,13 +85,15 @@ __device__ __forceinline__ void place_split(uint32_t word, uint32_t (&pairs)[4],
   pairs[3] = ((high & 0x00F000F0u) * ((1u << 8) + (1u << 2))) & 0x81C081C0u;
 }
 __device__ __forceinline__ void place_split(uint32_t word, uint32_t (&pairs)[4], __half) {
-  // Bytes s 0 0 0 e e m 0: the upper ones of the halves.
-  const uint32_t even = ((word << 4) & 0x80808080u) | ((word << 1) & 0x0E0E0E0Eu);
-  const uint32_t odd = (word & 0x80808080u) | ((word >> 3) & 0x0E0E0E0Eu);
-  pairs[0] = permute_bytes(even, 0, 0x2404);
-  pairs[1] = permute_bytes(odd, 0, 0x2404);
-  pairs[2] = even & 0xFF00FF00u;
-  pairs[3] = odd & 0xFF00FF00u;
+  // Bytes s x x x e e m x; then the halves' upper ones. Shifts to the left are multiplications, on
+  // another pipe than the rest.
+  constexpr uint32_t kSign = 0x80808080u, kWanted = 0x8E008E00u;
+  const uint32_t even = select_bits(word << 4, word << 1, kSign);
+  const uint32_t odd = select_bits(word, word >> 3, kSign);
+  pairs[0] = (even << 8) & kWanted;
+  pairs[1] = (odd << 8) & kWanted;
+  pairs[2] = even & kWanted;
+  pairs[3] = odd & kWanted;
 }
 
 // Elements i and i + 4 of the word's eight in out[i], the former in the low half. scale: a pair of

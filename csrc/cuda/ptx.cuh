@@ -26,6 +26,14 @@ __device__ __forceinline__ uint32_t permute_bytes(uint32_t a, uint32_t b, uint32
   return r;
 }
 
+// The bits of a where mask has ones, else those of b: one instruction, which the compiler would take
+// apart where it knows that some of them are masked away later.
+__device__ __forceinline__ uint32_t select_bits(uint32_t a, uint32_t b, uint32_t mask) {
+  uint32_t r;
+  asm("lop3.b32 %0, %1, %2, %3, 0xE4;" : "=r"(r) : "r"(a), "r"(b), "r"(mask));
+  return r;
+}
+
 // max that a NaN operand turns into NaN.
 __device__ __forceinline__ float max_nan(float a, float b) {
   float r;

@@ -11,6 +11,9 @@
 
 namespace nvfp4::cuda {
 
+inline uint32_t select_bits(uint32_t a, uint32_t b, uint32_t mask) {
+  return (a & mask) | (b & ~mask);
+}
 inline uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
   const uint64_t bytes = a | uint64_t{b} << 32;
   uint32_t r = 0;
