@@ -65,14 +65,16 @@ inline constexpr float kSplitUnit<__half> = 0x1p-14f;
 __device__ __forceinline__ void scale_pairs(uint32_t two, uint32_t (&pairs)[2], __nv_bfloat16) {
   float low, high;
   widen_pair(e4m3_to_half_pair(two), low, high, __half{});
-  pairs[0] = permute_bytes(__float_as_uint(low * 0x1p119f), 0, 0x3232);  // exact: four bits
-  pairs[1] = permute_bytes(__float_as_uint(high * 0x1p119f), 0, 0x3232);
+  const uint32_t both = multiply_pair(round_pair<__nv_bfloat16>(low, high), 0x7B007B00u,  // 2^119
+                                      __nv_bfloat16{});
+  pairs[0] = both_low(both);
+  pairs[1] = both_high(both);
 }
 // FP16 has e2m1 * 2^-14 times s without another factor: multiples of 2^-24, at most 0.17.
 __device__ __forceinline__ void scale_pairs(uint32_t two, uint32_t (&pairs)[2], __half) {
   const uint32_t both = e4m3_to_half_pair(two);
-  pairs[0] = permute_bytes(both, 0, 0x1010);
-  pairs[1] = permute_bytes(both, 0, 0x3232);
+  pairs[0] = both_low(both);
+  pairs[1] = both_high(both);
 }
 
 // Nibbles i and i + 4 where T has sign and magnitude, in pairs[i].
