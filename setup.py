@@ -233,12 +233,15 @@ def plan_ops(ninja, cxx, output):
         root = toolkit_root(nvcc)
         toolkit = root / "include"
         defines += " -DNVFP4_WITH_CUDA"
+        gencode = gencode_flags(nvcc)
+        if "code=sm_90a" in gencode:
+            defines += " -DNVFP4_WITH_HOPPER"
         libs += f" -L{root / 'lib64'} -lcudart_static -lrt"
     host_flags = f"{CXX_FLAGS} {defines} {' '.join(includes)} {cuda_headers(toolkit)}"
     cpp = sources("*.cpp", "cpu/*.cpp", "cublaslt/*.cpp") + (sources("cuda/*.cpp") if nvcc else [])
     objects = ninja.compile("cxx", cxx, cpp, host_flags, "C")
     if nvcc:
-        flags = f"{NVCC_FLAGS} -ccbin {cxx.split()[0]} {defines} {' '.join(includes)} {gencode_flags(nvcc)}"
+        flags = f"{NVCC_FLAGS} -ccbin {cxx.split()[0]} {defines} {' '.join(includes)} {gencode}"
         objects += ninja.compile("nvcc", nvcc, sources("cuda/*.cu"), flags, "C")
     ninja.link(cxx, objects, libs, output)
 

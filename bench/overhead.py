@@ -6,8 +6,10 @@
     limit_us          10 µs, the target of a warm gemm; null where none is set
     allocations       blocks asked of torch's caching allocator a call: output and workspace
     device_mallocs    of these, how many reached the driver: 0 when warm
-    first_us          the first call at an m never seen before, the same kernels warm: it plans. A
-                      plan hit that asked the heuristic again would cost this every time
+    heuristic_queries of all timed calls together: 0, as their plans are there
+    first call        at an m never seen before, the same kernels warm: it plans, and asks the
+                      heuristic where cuBLASLt runs. A plan hit that asked again would cost this
+                      every time
 
 torch's BF16 F.linear at the same sizes, measured in turn, is `torch_us`.
 """
@@ -25,11 +27,15 @@ from bench.check import Operand, agreement, ops, quantized, require_same_bytes
 from bench.report import Record, Run, parser
 from bench.timing import Samples, normal
 from nvfp4_linear import explain
+from nvfp4_linear.algorithms import heuristic_queries
 
 TARGET_US = 10.0
-N, K = 256, 256
-FUSED_M, DECODED_M = 16, 64  # either side of where the emulated rung changes its kernel
-FRESH_M = range(65, 75)  # m of the first calls
+N = 256
+# m, k: on Hopper one launch; one of two slices of rows; a workspace and two launches. The fused
+# kernels there want k in 32s: with another k operands are decoded for cuBLASLt, on every GPU.
+FUSED_K, DECODED_K = 256, 272
+CASES = ((16, FUSED_K), (64, FUSED_K), (512, FUSED_K), (64, DECODED_K))
+FRESH_M = range(513, 523)  # m of the first calls
 CALLS, QUICK_CALLS = 100, 3  # a chunk
 CHUNKS, QUICK_CHUNKS = 30, 3
 
@@ -42,13 +48,13 @@ def synchronize(device: str) -> None:
 
 
 class Operands:
-    """Small operands at one m; every method is a call with the arguments looked up already."""
+    """Small operands of one size; every method is a call with the arguments looked up already."""
 
-    def __init__(self, device: str, m: int):
-        self.x = normal(m, K, device, seed=1)
-        self.gate_up = normal(m, 2 * K, device, seed=2)
+    def __init__(self, device: str, m: int, k: int):
+        self.x = normal(m, k, device, seed=1)
+        self.gate_up = normal(m, 2 * k, device, seed=2)
         self.a = quantized(self.x)
-        self.b = quantized(normal(N, K, device, seed=3))
+        self.b = quantized(normal(N, k, device, seed=3))
         self.w = self.b.decode()
         self.g = ops.global_scale(self.x)
         self.alpha = torch.tensor(0.5)
@@ -86,21 +92,27 @@ def check(operands: Operands) -> None:
     require_same_bytes("quantize", ops.quantize(operands.x, operands.g), ops.quantize(x, g))
 
 
-def host_time(calls: dict[str, Call], run: Run) -> dict[str, Samples]:
-    """Microseconds of host time a call, a sample a chunk; the calls take turns chunk by chunk."""
+def host_time(calls: dict[str, Call], run: Run) -> tuple[dict[str, Samples], dict[str, int]]:
+    """Microseconds of host time a call, a sample a chunk, and the heuristic queries of all of them.
+
+    The calls take turns chunk by chunk.
+    """
     count = QUICK_CALLS if run.quick else CALLS
     us: dict[str, list[float]] = {name: [] for name in calls}
+    queries = dict.fromkeys(calls, 0)
     for number in range(-2, QUICK_CHUNKS if run.quick else CHUNKS):
         for name, call in calls.items():
             synchronize(run.device)
+            asked = heuristic_queries()
             start = time.perf_counter()
             for _ in range(count):
                 call()
             elapsed = time.perf_counter() - start
             if number >= 0:
                 us[name].append(elapsed / count * 1e6)
+                queries[name] += heuristic_queries() - asked
     synchronize(run.device)
-    return {name: Samples(tuple(values)) for name, values in us.items()}
+    return {name: Samples(tuple(values)) for name, values in us.items()}, queries
 
 
 def allocations(call: Call, device: str, calls: int = 10) -> dict[str, float | None]:
@@ -118,24 +130,25 @@ def allocations(call: Call, device: str, calls: int = 10) -> dict[str, float | N
     return {name: (after[key] - before[key]) / calls for name, key in names.items()}
 
 
-def first_call_us(device: str) -> Samples:
-    """Host time of the first gemm at each of several m that were never planned."""
-    us = []
+def first_calls(device: str, k: int) -> tuple[Samples, int]:
+    """Host time of the first gemm at each of several m that were never planned, and their queries."""
+    us, asked = [], heuristic_queries()
     for m in FRESH_M:
-        call = Operands(device, m).gemm()
+        call = Operands(device, m, k).gemm()
         synchronize(device)
         start = time.perf_counter()
         call()
         us.append((time.perf_counter() - start) * 1e6)
         synchronize(device)
-    return Samples(tuple(us))
+    return Samples(tuple(us)), heuristic_queries() - asked
 
 
-def record(name: str, m: int, ours: Samples, theirs: Samples, extra: dict[str, Any]) -> Record:
+def record(
+    name: str, m: int, k: int, ours: Samples, theirs: Samples, extra: dict[str, Any]
+) -> Record:
     has_target = name.startswith("gemm")
-    allocated = extra["allocations"]
     return Record(
-        f"{name}, m={m} n={N} k={K}" if has_target else f"{name}, m={m} k={K}",
+        f"{name}, m={m} n={N} k={k}" if has_target else f"{name}, m={m} k={k}",
         ours.median,
         TARGET_US if has_target else None,
         theirs.median / ours.median if has_target else None,
@@ -144,27 +157,43 @@ def record(name: str, m: int, ours: Samples, theirs: Samples, extra: dict[str, A
             **ours.summary(),
             "torch_us": theirs.median,
             **extra,
-            "note": "" if allocated is None else f"{allocated:g} allocations",
+            "note": note(extra),
         },
     )
 
 
+def note(extra: dict[str, Any]) -> str:
+    parts = [f"{extra['heuristic_queries']} heuristic queries"]
+    if extra.get("allocations") is not None:
+        parts.insert(0, f"{extra['allocations']:g} allocations")
+    if "kernel" in extra:
+        parts.append(extra["kernel"])
+    return ", ".join(parts)
+
+
 def main(argv: list[str] | None = None) -> int:
     run = Run("overhead", parser("overhead", __doc__.split("\n\n")[0]), argv)
-    for m in (FUSED_M, DECODED_M):
-        operands = Operands(run.device, m)
+    for m, k in CASES:
+        operands = Operands(run.device, m, k)
         check(operands)
         calls = {name: call for name, call in operands.calls().items() if run.wanted(name)}
-        samples = host_time(calls | {"torch": operands.torch_linear()}, run)
-        kernel = explain(m, N, K, device=run.device).kernel
+        samples, queries = host_time(calls | {"torch": operands.torch_linear()}, run)
+        kernel = explain(m, N, k, device=run.device).kernel
         for name, call in calls.items():
-            extra = allocations(call, run.device)
+            extra = allocations(call, run.device) | {"heuristic_queries": queries[name]}
             if name == "gemm":
                 extra |= {"kernel": kernel}
-            run.add(record(name, m, samples[name], samples["torch"], extra))
+            run.add(record(name, m, k, samples[name], samples["torch"], extra))
     if run.wanted("first call"):
-        first = first_call_us(run.device)
-        run.add(Record(f"gemm, first call, n={N} k={K}", first.median, extra=first.summary()))
+        for k in (FUSED_K, DECODED_K):
+            first, queries = first_calls(run.device, k)
+            extra = {
+                "heuristic_queries": queries,
+                "kernel": explain(FRESH_M[0], N, k, device=run.device).kernel,
+            }
+            case = f"gemm, first call at each of {len(FRESH_M)} m, n={N} k={k}"
+            summary = first.summary() | extra | {"note": note(extra)}
+            run.add(Record(case, first.median, extra=summary))
     run.finish("Host time of a call")
     return 0
 

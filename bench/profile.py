@@ -42,18 +42,22 @@ SECTIONS = (
     "LaunchStats",
     "Occupancy",
 )
+# What no section of this ncu need have.
+ASKED_FOR = (
+    "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+    "smsp__issue_active.avg.pct_of_peak_sustained_active",
+)
 TIMEOUT_S = 240
 RANGE = "bench="
 ROWS, K, N = 37_810, 14_336, 5_376
 QUICK_ROWS, QUICK_K, QUICK_N = 130, 80, 48
-SMALL_M = (1, 16, 32)
-DECODED_M = 2048  # one chunk: decode the weight, decode the activation, multiply
+GEMM_M = (1, 16, 32, 64, 512, 4096)  # the last: decode, then cuBLASLt
 WARP = 32
 
 # our key -> what the column's name must match; the first that is there is taken
 METRICS = {
     "duration_us": (r"^gpu__time_duration\.sum$",),
-    "dram_pct": (r"^(gpu__dram|dram__)throughput\.avg\.pct_of_peak_sustained_elapsed$",),
+    "dram_pct": (r"^(gpu__dram_|dram__)throughput\.avg\.pct_of_peak_sustained_elapsed$",),
     "dram_bytes_s": (r"^dram__bytes\.sum\.per_second$",),
     "dram_read_bytes": (r"^dram__bytes_read\.sum$",),
     "dram_write_bytes": (r"^dram__bytes_write\.sum$",),
@@ -110,7 +114,7 @@ def names(quick: bool) -> dict[str, int]:
         f"global_scale {rows}x{k}": rows * k,
         f"dequantize {rows}x{k}": rows * k,
     }
-    return producers | {f"gemm {m}x{n}x{k}": m * n for m in (*SMALL_M, DECODED_M)}
+    return producers | {f"gemm {m}x{n}x{k}": m * n for m in GEMM_M}
 
 
 def cases(device: str, quick: bool) -> list[Case]:
@@ -126,7 +130,7 @@ def cases(device: str, quick: bool) -> list[Case]:
         lambda: ops.global_scale(x),
         lambda: packed.decode(),
     ]
-    for m in (*SMALL_M, DECODED_M):
+    for m in GEMM_M:
         a = quantized(normal(m, k, device, seed=m))
         calls.append(
             lambda a=a: ops.gemm(a.data, weight.data, a.scale, weight.scale, out_dtype=None)
@@ -162,6 +166,7 @@ def run(device: str, quick: bool) -> None:
 def ncu_commands(ncu: str, report: Path, quick: bool) -> tuple[list[str], list[str]]:
     """(the profiling run, the export of its report as a table on stdout)."""
     sections = [word for section in SECTIONS for word in ("--section", section)]
+    sections += ["--metrics", ",".join(ASKED_FOR)]
     collect = [ncu, "--clock-control", "none", "--profile-from-start", "off", "--nvtx"]
     collect += ["--target-processes", "all", "--force-overwrite", "--export", str(report)]
     target = [sys.executable, "-m", "bench.profile", "run", *(["--quick"] if quick else [])]
@@ -259,6 +264,7 @@ def note(figures: dict[str, Any]) -> str:
     shown = {
         "duration_us": "{:.2f} µs",
         "dram_pct": "dram {:.1f} %",
+        "dram_bytes_s": "{:.3g} B/s",
         "tensor_pipe_pct": "tensor pipe {:.1f} %",
         "l2_hit_pct": "L2 hits {:.1f} %",
         "issue_active_pct": "issue {:.1f} %",

@@ -24,6 +24,8 @@ GEMM_SIZES = ((1, 1, 16), (7, 33, 80), (16, 129, 528), (32, 72, 1040))  # m, n, 
 MID_SIZES = ((33, 24, 64), (64, 136, 544), (130, 72, 544), (257, 136, 544))
 DECODED_SIZES = ((33, 24, 48), (600, 72, 528))
 GROUPED_SIZES = (((5, 0, 33), 136, 96), ((70, 1, 290), 264, 544))  # rows of each group, n, k
+HOSTILE_ROWS = 100  # of problems that are small enough to try all that is hostile
+SLICED_SIZES = ((37, 136, 96), (130, 72, 544))  # m, n, k
 GROUPED_VARIABLE = "NVFP4_GROUPED_KERNEL"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SEED = 7
@@ -118,36 +120,124 @@ def device_gemm(
     return ops.gemm(*tensors, alpha, bias, out_dtype)
 
 
+def random_codes(rng: torch.Generator, *shape: int) -> Tensor:
+    return torch.randint(0, 256, shape, generator=rng, dtype=torch.uint8)
+
+
+def unit_scales(rows: int, cols: int) -> Tensor:
+    return torch.ones(rows, cols).to(torch.float8_e4m3fn)
+
+
+def decoded(codes: Tensor, scale: Tensor) -> Tensor:
+    return ops.dequantize(codes, scale, swizzled=False, out_dtype=torch.bfloat16)
+
+
 def grouped(device: str) -> Iterator[str]:
     """grouped_gemm by every kernel. Scales of 1 and few terms: sums are exact in any order."""
-    rng = torch.Generator().manual_seed(SEED)
     for sizes, n, k in GROUPED_SIZES:
-        m = sum(sizes) + 3
-        offs = torch.tensor(sizes).cumsum(0).int()
-        codes = [
-            torch.randint(0, 256, shape, generator=rng, dtype=torch.uint8)
-            for shape in ((m, k // 2), (len(sizes), n, k // 2))
-        ]
-        a_scale = torch.ones(m, k // 16).to(torch.float8_e4m3fn)
-        b_scale = ops.swizzle_scales(torch.ones(n, k // 16).to(torch.float8_e4m3fn))
-        b_scale = b_scale.view(torch.uint8).expand(len(sizes), -1, -1).contiguous()
-        packed = (*codes, a_scale, b_scale.view(torch.float8_e4m3fn), offs)
-        dense = (ops.dequantize(codes[0], a_scale, swizzled=False, out_dtype=torch.bfloat16),)
-        dense += (codes[1], None, *packed[3:])
-        index = torch.randperm(m, generator=rng).int()
-        routing = {"gather": index, "scatter": torch.where(index % 5 == 0, -1, index)}
-        for a, arguments in (("packed", packed), ("dense", dense)):
-            there = [None if x is None else x.to(device) for x in arguments]
-            for options in ({}, routing):
-                expected = grouped_gemm(*arguments, **options)
-                on_device = {key: x.to(device) for key, x in options.items()}
-                for kernel in ("general", "small", "wgmma", "dense"):
-                    name = f"grouped_gemm {sizes} {n}x{k}, a {a}, {[*options]}, {kernel}"
-                    os.environ[GROUPED_VARIABLE] = kernel
-                    got = grouped_gemm(*there, **on_device)
-                    del os.environ[GROUPED_VARIABLE]
-                    require_same_bytes(name, got, expected)
-                    yield name
+        yield from ragged_rows(device, sizes, n, k)
+    for m, n, k in SLICED_SIZES:
+        yield from ragged_slices(device, m, n, k)
+
+
+def ragged_rows(device: str, sizes: tuple[int, ...], n: int, k: int) -> Iterator[str]:
+    """By every kernel: plain, routed, and with offsets and indices that nobody may trust."""
+    rng = torch.Generator().manual_seed(SEED)
+    m = sum(sizes) + 3
+    codes, b = random_codes(rng, m, k // 2), random_codes(rng, len(sizes), n, k // 2)
+    a_scale = unit_scales(m, k // 16)
+    b_scale = ops.swizzle_scales(unit_scales(n, k // 16)).view(torch.uint8)
+    b_scale = b_scale.expand(len(sizes), -1, -1).contiguous().view(torch.float8_e4m3fn)
+    index = torch.randperm(m, generator=rng).int()
+    good = {"offs": torch.tensor(sizes).cumsum(0).int()}
+    routed = good | {"gather": index, "scatter": torch.where(index % 5 == 0, -1, index)}
+    # The call, and the one that it has to be equal to.
+    calls = {"plain": (good, good), "routed": (routed, routed)}
+    if m < HOSTILE_ROWS:
+        for number, wild in enumerate(([m, 3, m // 2], [-9, 7, 1 << 30], [-(1 << 31), m + 1, 0])):
+            for name, options in ((f"offs {number}", good), (f"all {number}", routed)):
+                spoilt = hostile(options, torch.tensor(wild, dtype=torch.int32))
+                calls[f"hostile {name}"] = (spoilt, meaning(spoilt, m))
+    for name, a in (("packed", (codes, a_scale)), ("dense", (decoded(codes, a_scale), None))):
+        operands = (a[0], b, a[1], b_scale)
+        for how, (options, meant) in calls.items():
+            expected = grouped_gemm(*operands, **meant)
+            for kernel in ("general", "small", "wgmma", "dense"):
+                what = f"grouped_gemm {sizes} {n}x{k}, a {name}, {how}, {kernel}"
+                os.environ[GROUPED_VARIABLE] = kernel
+                check_grouped(device, what, operands, options, expected, options is meant)
+                del os.environ[GROUPED_VARIABLE]
+                yield what
+
+
+def hostile(options: dict[str, Tensor], offs: Tensor) -> dict[str, Tensor]:
+    """Other offsets, and every seventh index far out or just out of range."""
+    spoilt = {**options, "offs": offs}
+    for name in options.keys() - {"offs"}:
+        index = options[name]
+        wild = torch.tensor([-5, 1 << 30, -(1 << 31), len(index)], dtype=torch.int32)
+        rows = torch.arange(len(index))
+        spoilt[name] = torch.where(rows % 7 == 3, wild[rows % 4], index)
+    return spoilt
+
+
+def meaning(options: dict[str, Tensor], m: int) -> dict[str, Tensor]:
+    """What a GPU makes of indices that it can't refuse: offsets inside the problem that never
+    decrease; a row from nowhere is zero, which is as if it were dropped; a row to nowhere is."""
+    meant = {"offs": options["offs"].clamp(0, m).cummax(0).values}
+    if "gather" in options:
+        gather, scatter = options["gather"], options["scatter"]
+        dropped = (gather < 0) | (gather >= m) | (scatter < 0) | (scatter >= m)
+        meant |= {"gather": gather.clamp(0, m - 1), "scatter": scatter.masked_fill(dropped, -1)}
+    return meant
+
+
+def check_grouped(
+    device: str, what: str, operands: tuple, options: dict, expected: Tensor, trusted: bool
+) -> None:
+    """grouped_gemm on the device gives `expected`; the CPU refuses what can't be trusted."""
+    there = [None if x is None else x.to(device) for x in operands]
+    options = {k: x.to(device) if isinstance(x, Tensor) else x for k, x in options.items()}
+    if trusted or device != "cpu":
+        require_same_bytes(what, grouped_gemm(*there, **options), expected)
+        return
+    try:
+        grouped_gemm(*there, **options)
+    except ValueError:
+        return
+    raise WrongOutput(f"{what}: not refused on the CPU")
+
+
+def ragged_slices(device: str, m: int, n: int, k: int) -> Iterator[str]:
+    """ragged="k": slices that end between two steps, an empty one, and hostile ones."""
+    rng = torch.Generator().manual_seed(SEED)
+    a, b = random_codes(rng, m, k // 2), random_codes(rng, n, k // 2)
+    a_scale, b_scale = unit_scales(m, k // 16), unit_scales(n, k // 16)
+    dense = decoded(a, a_scale), decoded(b, b_scale)
+    swizzled = ops.swizzle_scales(b_scale)
+    pairs = {
+        "packed, packed": (a, b, a_scale, swizzled),
+        "dense, packed": (dense[0], b, None, swizzled),
+        "packed, dense": (a, dense[1], a_scale, None),
+        "dense, dense": (*dense, None, None),
+    }
+    half = k // 32 * 16
+    for ends in ([16, 16, half, k], [half + 5, 21, 1 << 30, -9, k - 1], [-(1 << 31), k + 16, half]):
+        options = {"offs": torch.tensor(ends, dtype=torch.int32), "ragged": "k"}
+        meant = [torch.tensor(one, dtype=torch.int32) for one in slices(ends, k)]
+        trusted = [end for _, end in slices(ends, k)] == ends
+        for name, operands in pairs.items():
+            alone = [grouped_gemm(*operands, offs, ragged="k")[1] for offs in meant]
+            what = f"grouped_gemm {m}x{n}, slices {ends} of {k}, {name}"
+            check_grouped(device, what, operands, options, torch.stack(alone), trusted)
+            yield what
+
+
+def slices(ends: list[int], k: int) -> list[tuple[int, int]]:
+    """Of K, as a GPU reads offsets: inside K and down to a block, empty where they decrease."""
+    inside = [min(max(end, 0), k) // 16 * 16 for end in ends]
+    begins = [0, *inside[:-1]]
+    return [(begin, max(begin, end)) for begin, end in zip(begins, inside, strict=True)]
 
 
 PARTS = {

@@ -10,7 +10,8 @@
            match a chunk.
 2. pin     the byte-exact winners that are faster beyond the noise
 3. verify  ``torch.ops.nvfp4.gemm`` with these pins and without, alternating rounds of settled
-           arms, NVFP4 operands: byte-exact and faster beyond the noise, or the pins behind that
+           arms, NVFP4 operands; for small M, where its own kernels take it, ``gemm_a4w16`` too,
+           which gives cuBLASLt the weight as it is: byte-exact and faster beyond the noise, or the pins behind that
            shape are taken out again and it is recorded. A sweep's rounds change algorithm every
            few milliseconds, so both see the same clock; what a power limit leaves of a gain shows
            here alone
@@ -64,31 +65,33 @@ DIGITS = 6
 
 @dataclass(frozen=True)
 class Case:
-    """A shape. verify: run ``gemm`` of NVFP4 operands at it."""
+    """A shape. verify: ops to run at it."""
 
     name: str
     type: str
     m: int
     n: int
     k: int
-    verify: bool = False
+    verify: tuple[str, ...] = ()
 
 
+GEMM, A4W16 = "gemm", "gemm_a4w16"
+WEIGHT = {GEMM: "nvfp4", A4W16: "bfloat16"}  # as explain() calls it
 CASES = (
-    Case("study FC2", "bf16", 37_810, 5_376, 14_336, verify=True),
-    Case("study FC1", "bf16", 37_810, 28_672, 5_376, verify=True),
-    Case("8B down", "bf16", 8_192, 4_096, 14_336, verify=True),
-    Case("8B gate and up", "bf16", 8_192, 28_672, 4_096, verify=True),
-    Case("70B down", "bf16", 4_096, 8_192, 28_672, verify=True),
-    Case("70B qkv", "bf16", 4_096, 10_240, 8_192, verify=True),
-    Case("small M, 8B down", "bf16", 64, 4_096, 14_336, verify=True),
-    Case("small M, 70B down", "bf16", 128, 8_192, 28_672, verify=True),
+    Case("study FC2", "bf16", 37_810, 5_376, 14_336, verify=(GEMM,)),
+    Case("study FC1", "bf16", 37_810, 28_672, 5_376, verify=(GEMM,)),
+    Case("8B down", "bf16", 8_192, 4_096, 14_336, verify=(GEMM,)),
+    Case("8B gate and up", "bf16", 8_192, 28_672, 4_096, verify=(GEMM,)),
+    Case("70B down", "bf16", 4_096, 8_192, 28_672, verify=(GEMM,)),
+    Case("70B qkv", "bf16", 4_096, 10_240, 8_192, verify=(GEMM,)),
+    Case("small M, 8B down", "bf16", 64, 4_096, 14_336, verify=(GEMM, A4W16)),
+    Case("small M, 70B down", "bf16", 128, 8_192, 28_672, verify=(GEMM, A4W16)),
     Case("study FC2", "fp8_e4m3", 37_810, 5_376, 14_336),
     Case("8B gate and up", "fp8_e4m3", 8_192, 28_672, 4_096),
 )
 # What a test double computes in seconds: it plays a chip with FP4 tensor cores.
 DOUBLE_CASES = (
-    Case("small FC2", "nvfp4", 40, 64, 128, verify=True),
+    Case("small FC2", "nvfp4", 40, 64, 128, verify=(GEMM,)),
     Case("small", "bf16", 24, 32, 64),
     Case("small", "fp8_e4m3", 24, 32, 64),
 )
@@ -118,8 +121,8 @@ def jobs_of(machine: Machine, cases: tuple[Case, ...]) -> list[Job]:
     jobs: dict[str, Job] = {}
     for case in cases:
         problems = [make_problem(machine, case.type, case.m, case.n, case.k)]
-        if case.verify:
-            problems += problems_behind(machine, case.m, case.n, case.k)
+        for op in case.verify:
+            problems += problems_behind(machine, case.m, case.n, case.k, WEIGHT[op])
         for problem in problems:
             job = Job(case, problem)
             jobs.setdefault(job.key, job)
@@ -324,20 +327,23 @@ def verify_all(
     """gemm with the pins and without; those that don't help are taken out. False where they harm."""
     book.data["verified"] = []
     good = True
-    for case in cases:
-        if not case.verify:
-            continue
-        problems = problems_behind(machine, case.m, case.n, case.k)
+    for case, op in [(one, op) for one in cases for op in one.verify]:
+        problems = problems_behind(machine, case.m, case.n, case.k, WEIGHT[op])
         keys = [Job(case, problem).key for problem in problems]
         pins = len(book.pins(keys))
         found = _verify(
-            machine, case, book.pins(), rounds if pins else min(rounds, UNPINNED_ROUNDS), console
+            machine,
+            case,
+            op,
+            book.pins(),
+            rounds if pins else min(rounds, UNPINNED_ROUNDS),
+            console,
         )
-        entry = {"case": asdict(case), "problems": keys, "pins": pins, **found}
+        entry = {"case": asdict(case), "op": op, "problems": keys, "pins": pins, **found}
         harm = found["difference"] or found["itself"] or found["slower"]
         if pins and (harm or not found["faster"]):
             word = "slower" if found["slower"] else "other bytes" if harm else "no faster"
-            entry["dropped"] = f"gemm at {case.m} x {case.n} x {case.k}: {word}"
+            entry["dropped"] = f"{op} at {case.m} x {case.n} x {case.k}: {word}"
             for key in keys:
                 book.drop(key, entry["dropped"])
             good = good and not harm
@@ -348,32 +354,36 @@ def verify_all(
 
 
 def _verify(
-    machine: Machine, case: Case, pins: list[Pin], rounds: int, console: Console
+    machine: Machine, case: Case, op: str, pins: list[Pin], rounds: int, console: Console
 ) -> dict[str, Any]:
-    operands = _operands(case, machine.device)
+    operands = _operands(case, op, machine.device)
     arms = make_arms(machine, pins)
     try:
         described = {}
         for name in (HEURISTIC, PINNED):
             arms.select(name)
-            described[name] = arms.describe(case.m, case.n, case.k)
-        numbers = console.progress(range(rounds), f"verify {case.name}")
+            described[name] = arms.describe(case.m, case.n, case.k, WEIGHT[op])
+        numbers = console.progress(range(rounds), f"verify {op}, {case.name}")
         found = alternate(arms, make_clock(machine.device), numbers, lambda: arms.gemm(operands))
     finally:
         arms.close()
     return {"arms": described, **found}
 
 
-def _operands(case: Case, device: str) -> Operands:
+def _operands(case: Case, op: str, device: str) -> Operands:
     generator = torch.Generator(device).manual_seed(0)
 
-    def quantized(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        x = torch.randn(rows, case.k, generator=generator, device=device, dtype=torch.bfloat16)
+    def normal(rows: int) -> torch.Tensor:
+        return torch.randn(rows, case.k, generator=generator, device=device, dtype=torch.bfloat16)
+
+    def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         g = torch.ops.nvfp4.global_scale(x)
         return *torch.ops.nvfp4.quantize(x, g), g
 
-    data, scale, g_x = quantized(case.m)
-    weight, weight_scale, g_w = quantized(case.n)
+    data, scale, g_x = quantized(normal(case.m))
+    if op == A4W16:
+        return Operands(data, scale, normal(case.n), None, g_x)
+    weight, weight_scale, g_w = quantized(normal(case.n))
     return Operands(data, scale, weight, weight_scale, g_x * g_w)
 
 
@@ -382,7 +392,7 @@ def _verified_line(entry: dict[str, Any]) -> str:
     word = "faster" if entry["faster"] else "SLOWER" if entry["slower"] else "equal within noise"
     same = "DIFFERENT BYTES" if entry["difference"] else "same bytes"
     return (
-        f"gemm {case['m']} x {case['n']} x {case['k']} ({entry['arms'][PINNED]['rung']}), "
+        f"{entry['op']} {case['m']} x {case['n']} x {case['k']} ({entry['arms'][PINNED]['rung']}), "
         f"{entry['pins']} pins behind it: {found['ratio']:.4f}x, {word} ({entry['noise']:.2%}), {same}"
     )
 
@@ -409,7 +419,8 @@ def page(data: dict[str, Any]) -> str:
     if data["verified"]:
         lines += [
             "",
-            "`torch.ops.nvfp4.gemm` of NVFP4 operands, with the winners and without, each arm run "
+            "`torch.ops.nvfp4.gemm` of NVFP4 operands, and for small M `gemm_a4w16` with a BF16 "
+            "weight, with the winners and without, each arm run "
             "until the GPU has settled before it is timed. Where it is not faster by more than the "
             "noise the winners behind it are taken out of the pin file, and both arms are the same "
             "call from then on:",
@@ -451,7 +462,7 @@ def _verified_row(entry: dict[str, Any]) -> str:
     case, found = entry["case"], entry["comparison"]
     word = "faster" if entry["faster"] else "slower" if entry["slower"] else "within noise"
     cells = [
-        f"{case['name']}: {case['m']} x {case['n']} x {case['k']}",
+        f"{entry['op']}, {case['name']}: {case['m']} x {case['n']} x {case['k']}",
         f"{entry['arms'][PINNED]['rung']}: {entry['arms'][PINNED]['kernel']}",
         str(entry["pins"]),
         f"{found['heuristic_s'] * 1e3:.4f}",
@@ -515,7 +526,7 @@ def run(args: argparse.Namespace, console: Console) -> bool:
         if gone:
             console.say(f"left out, gemm makes other chunks now: {', '.join(gone)}")
         known = [key for key in book.data["sweeps"] if args.finals]
-        until = start + args.seconds - VERIFY_S * sum(case.verify for case in cases)
+        until = start + args.seconds - VERIFY_S * sum(len(case.verify) for case in cases)
         sweep_all(session, jobs, book, args.work, until - FINAL_S * len(known), console)
         finals_again(session, known, book, args.work, until, console)
     good = True

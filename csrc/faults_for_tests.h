@@ -2,7 +2,7 @@
 // controls), and choices that a CUDA planner is told to take. Nothing else sets any of it; with
 // none set, asking costs one relaxed load.
 //
-// Set through `_control`, see ladder.cpp. Faults of what lives in Python are made there.
+// Set through `_control`, see control.h. Faults of what lives in Python are made there.
 #pragma once
 
 #include <array>
@@ -18,7 +18,7 @@ enum class Fault {
   kScatterIgnored,   // every result stays in its own row
   kRowsNotZeroed,    // rows that nobody wrote keep what memory held
   kStalePadding,     // a slice of K is read on to the end of its last tile of scales
-  kPlannerUncapped,  // a CUDA planner takes shared memory to be endless
+  kPlannerUncapped,  // CUDA planners take shared memory to be endless
   kCount,
 };
 

@@ -15,25 +15,19 @@ namespace {
 
 // One side, checked: (rows, K) or, for a stack, (groups, rows, K).
 struct Side {
-  Operand operand;
-  Tensor data, scale;  // what the operand points into
   int64_t rows, k;
+  Contiguous data, scale;  // what the operand points into
+  Operand operand;
 };
 
-Side check_side(const Tensor& data, const OptTensor& scale, const char* name, int64_t dims,
-                bool swizzled) {
-  const bool packed = scale.has_value();
-  const std::string scale_name = std::string(name) + "_scale";
+Side check_side(const Tensor& data, const OptTensor& scale, const char* name,
+                const char* scale_name, int64_t dims, bool swizzled) {
   NVFP4_CHECK(data.dim() == dims, name, " must have ", dims, " dimensions, got shape ",
               shape_text(data));
-  Side side{{},
-            data.is_contiguous() ? data : torch::stable::contiguous(data),
-            data,
-            data.size(dims - 2),
-            0};
-  side.operand.data = side.data.const_data_ptr();
+  Side side{data.size(dims - 2), 0, as_contiguous(data), {}, {}};
+  side.operand.data = side.data.data;
   side.operand.swizzled = swizzled;
-  if (!packed) {
+  if (!scale) {
     NVFP4_CHECK_TYPE(float_type(data.scalar_type()).has_value(), scale_name,
                      " must be given for packed data: ", name, " is ",
                      dtype_text(data.scalar_type()));
@@ -45,53 +39,49 @@ Side check_side(const Tensor& data, const OptTensor& scale, const char* name, in
   const int64_t cols = side.k / kBlockSize, groups = dims == 3 ? data.size(0) : 1;
   const int64_t scale_rows = swizzled ? round_up(side.rows, kTileRows) : side.rows;
   const int64_t scale_cols = swizzled ? round_up(cols, kTileCols) : cols;
-  NVFP4_CHECK_TYPE(scale->scalar_type() == ScalarType::Float8_e4m3fn, scale_name,
+  NVFP4_CHECK_TYPE(has_type(*scale, ScalarType::Float8_e4m3fn), scale_name,
                    ".dtype must be float8_e4m3fn, got ", dtype_text(scale->scalar_type()));
   const bool shape = scale->dim() == dims && scale->size(dims - 2) == scale_rows &&
                      last_dim(*scale) == scale_cols && (dims == 2 || scale->size(0) == groups);
-  const std::string expected =
-      concat(dims == 3 ? concat(groups, ", ") : std::string(), scale_rows, ", ", scale_cols);
   NVFP4_CHECK(shape, scale_name, " must be ", swizzled ? "swizzled (128x4 tiles)" : "row-major",
-              " with shape (", expected, "), got ", shape_text(*scale), ": ", scale_name,
+              " with shape (", dims == 3 ? concat(groups, ", ") : std::string(), scale_rows, ", ",
+              scale_cols, "), got ", shape_text(*scale), ": ", scale_name,
               "_swizzled says which layout it has");
-  check_same_device(*scale, scale_name.c_str(), data, name);
-  side.scale = scale->is_contiguous() ? *scale : torch::stable::contiguous(*scale);
-  side.operand.scale = static_cast<const uint8_t*>(side.scale.const_data_ptr());
+  check_same_device(*scale, scale_name, data, name);
+  side.scale = as_contiguous(*scale);
+  side.operand.scale = static_cast<const uint8_t*>(side.scale.data);
   return side;
 }
 
 // An optional vector of `count` elements on the device of `like`.
-struct Vector {
-  Tensor storage;
-  const void* data = nullptr;
-};
-
-Vector check_vector(const OptTensor& tensor, const char* name, ScalarType type, int64_t count,
-                    const Tensor& like) {
-  if (!tensor) return {like};
-  NVFP4_CHECK_TYPE(tensor->scalar_type() == type, name, ".dtype must be ", dtype_text(type),
-                   ", got ", dtype_text(tensor->scalar_type()));
+Contiguous check_vector(const OptTensor& tensor, const char* name, ScalarType type, int64_t count,
+                        const Tensor& like) {
+  if (!tensor) return {};
+  NVFP4_CHECK_TYPE(has_type(*tensor, type), name, ".dtype must be ", dtype_text(type), ", got ",
+                   dtype_text(tensor->scalar_type()));
   NVFP4_CHECK(tensor->dim() == 1 && (count < 0 || tensor->size(0) == count), name,
               " must have shape (", count < 0 ? std::string("rows") : std::to_string(count),
               ",), got ", shape_text(*tensor));
   check_same_device(*tensor, name, like, "a");
-  const Tensor dense = tensor->is_contiguous() ? *tensor : torch::stable::contiguous(*tensor);
-  return {dense, dense.const_data_ptr()};
+  return as_contiguous(*tensor);
 }
 
 }  // namespace
 
-Tensor grouped_gemm(Tensor a, Tensor b, OptTensor a_scale, OptTensor b_scale, Tensor offs,
-                    OptTensor alpha, OptTensor bias, std::string ragged, OptTensor gather,
-                    OptTensor scatter, OptTensor gamma, OptType out_dtype, bool a_scale_swizzled,
-                    bool b_scale_swizzled) {
+Tensor grouped_gemm(const Tensor& a, const Tensor& b, const OptTensor& a_scale,
+                    const OptTensor& b_scale, const Tensor& offs, const OptTensor& alpha,
+                    const OptTensor& bias, const std::string& ragged, const OptTensor& gather,
+                    const OptTensor& scatter, const OptTensor& gamma, const OptType& out_dtype,
+                    bool a_scale_swizzled, bool b_scale_swizzled) {
   NVFP4_CHECK(ragged == "m" || ragged == "k", "ragged must be 'm' or 'k', got '", ragged, "'");
   GroupedGemmParams p;
   p.ragged_k = ragged == "k";
+  p.rows_not_zeroed = has_fault(Fault::kRowsNotZeroed);
+  p.stale_padding = has_fault(Fault::kStalePadding);
   NVFP4_CHECK(!p.ragged_k || (!gather && !scatter),
               "gather and scatter move rows of ragged M; with ragged = 'k' they must be None");
-  const Side left = check_side(a, a_scale, "a", 2, a_scale_swizzled);
-  const Side right = check_side(b, b_scale, "b", p.ragged_k ? 2 : 3, b_scale_swizzled);
+  const Side left = check_side(a, a_scale, "a", "a_scale", 2, a_scale_swizzled);
+  const Side right = check_side(b, b_scale, "b", "b_scale", p.ragged_k ? 2 : 3, b_scale_swizzled);
   check_same_device(b, "b", a, "a");
   NVFP4_CHECK(left.k == right.k, "a and b must have the same K, got ", left.k, " and ", right.k);
   NVFP4_CHECK(left.operand.scale || right.operand.scale || left.operand.type == right.operand.type,
@@ -102,26 +92,27 @@ Tensor grouped_gemm(Tensor a, Tensor b, OptTensor a_scale, OptTensor b_scale, Te
   p.k = left.k;
   p.n = right.rows;
   p.a_rows = left.rows;
-  const Vector ends = check_vector(offs, "offs", ScalarType::Int, p.ragged_k ? -1 : b.size(0), a);
+  const Contiguous ends =
+      check_vector(offs, "offs", ScalarType::Int, p.ragged_k ? -1 : b.size(0), a);
   p.offs = static_cast<const int32_t*>(ends.data);
   p.groups = offs.size(0);
-  const Vector from = check_vector(gather, "gather", ScalarType::Int, -1, a);
+  const Contiguous from = check_vector(gather, "gather", ScalarType::Int, -1, a);
   p.gather = static_cast<const int32_t*>(from.data);
   p.m = gather ? gather->size(0) : left.rows;
-  const Vector to = check_vector(scatter, "scatter", ScalarType::Int, p.m, a);
+  const Contiguous to = check_vector(scatter, "scatter", ScalarType::Int, p.m, a);
   p.scatter = static_cast<const int32_t*>(to.data);
   if (has_fault(Fault::kGatherIgnored)) p.gather = nullptr;
   if (has_fault(Fault::kScatterIgnored)) p.scatter = nullptr;
-  const Vector row_scale = check_vector(gamma, "gamma", ScalarType::Float, p.m, a);
+  const Contiguous row_scale = check_vector(gamma, "gamma", ScalarType::Float, p.m, a);
   p.gamma = static_cast<const float*>(row_scale.data);
-  Vector group_alpha{a};
+  Contiguous group_alpha;
   if (alpha && alpha->dim() == 1 && alpha->numel() != 1) {
     group_alpha = check_vector(alpha, "alpha", ScalarType::Float, p.groups, a);
     p.group_alpha = static_cast<const float*>(group_alpha.data);
   } else {
     p.alpha = check_scalar(alpha, "alpha", a);
   }
-  Tensor bias_storage = a;
+  Contiguous bias_elements;
   if (bias) {
     const auto type = float_type(bias->scalar_type());
     NVFP4_CHECK_TYPE(type, "bias.dtype must be float32, bfloat16 or float16, got ",
@@ -130,8 +121,8 @@ Tensor grouped_gemm(Tensor a, Tensor b, OptTensor a_scale, OptTensor b_scale, Te
                 "bias must have shape (", p.groups, ", ", p.n, ") = (E, N), got ",
                 shape_text(*bias));
     check_same_device(*bias, "bias", a, "a");
-    bias_storage = bias->is_contiguous() ? *bias : torch::stable::contiguous(*bias);
-    p.bias = bias_storage.const_data_ptr();
+    bias_elements = as_contiguous(*bias);
+    p.bias = bias_elements.data;
     p.bias_type = *type;
   }
   p.out_type = check_out_dtype(out_dtype, DType::kBFloat16);

@@ -80,6 +80,8 @@ struct GroupedGemmParams {
   DType bias_type = DType::kFloat32;
   void* out = nullptr;  // ragged M: (m, n), zeroed by the kernel; ragged K: (groups, m, n)
   DType out_type = DType::kBFloat16;
+  // Faults that tests switch on: see faults_for_tests.h.
+  bool rows_not_zeroed = false, stale_padding = false;
 };
 
 // D (m, n) = out(alpha * A (m, k) . B (n, k)^T + bias). The two sides are alike: (A . B^T)^T =
@@ -163,7 +165,6 @@ void gemm_small_m(const SmallMParams& p, Stream stream);
 
 // The same on Hopper (compute capability 9.0). Everything 16-byte aligned, k a multiple of 32 below
 // 2^24 and a dense row's stride of 8; where this build has it for the current device.
-constexpr int64_t kSmallMHopperMax = 32;
 void gemm_small_m_hopper(const SmallMParams& p, Stream stream);
 bool gemm_small_m_hopper_built();
 

@@ -1,22 +1,17 @@
 #include "ladder.h"
 
 #include <algorithm>
-#include <array>
 #include <cstdio>
 #include <cstdlib>
-#include <map>
 #include <mutex>
 #include <set>
-#include <sstream>
-#include <string_view>
 
 #include "check.h"
-#include "cublaslt/json.h"
-#include "cublaslt/library.h"
 #include "cuda/mid_m_plan.h"
 #include "cuda/small_m_hopper_plan.h"
 #include "faults_for_tests.h"
 #include "nvfp4.h"
+#include "recent.h"
 
 namespace nvfp4 {
 namespace {
@@ -29,18 +24,6 @@ using cublaslt::Plan;
 using cublaslt::PointerMode;
 using cublaslt::Problem;
 using cublaslt::Refusal;
-
-// The rung that NVFP4_BACKEND forces; empty where it forces none.
-std::string_view forced_rung() {
-  const char* text = std::getenv("NVFP4_BACKEND");
-  if (text == nullptr || *text == '\0') return {};
-  for (const char* rung : {kPinnedRung, kHeuristicRung, kEmulatedRung, kCpuRung}) {
-    if (std::string_view(text) == rung) return rung;
-  }
-  NVFP4_CHECK(false, "NVFP4_BACKEND must be ", kPinnedRung, ", ", kHeuristicRung, ", ",
-              kEmulatedRung, " or ", kCpuRung, ", got '", text, "': unset it to try every rung");
-  return {};
-}
 
 OutType out_type(DType type) {
   switch (type) {
@@ -71,10 +54,10 @@ Problem base_problem(const GemmRequest& r, ElementType type, int64_t m, int64_t 
   return p;
 }
 
-#if defined(NVFP4_WITH_CUDA)
-constexpr bool kHasCudaKernels = true;
+#if defined(NVFP4_WITH_HOPPER)
+constexpr bool kHasHopperKernels = true;
 #else
-constexpr bool kHasCudaKernels = false;
+constexpr bool kHasHopperKernels = false;
 #endif
 
 bool has_emulation(const cublaslt::DeviceInfo& device) {
@@ -103,6 +86,14 @@ int64_t choose_rows(int64_t m, int64_t n, int64_t most, int sm_count) {
   return best;
 }
 
+// Columns of B to decode at a time, at most `most`: as few parts as that allows, of one size where
+// whole tiles allow it, so that no product is left with a narrow rest.
+int64_t choose_columns(int64_t n, int64_t most) {
+  constexpr int64_t kCols = 256;  // of cuBLASLt's usual tile
+  const int64_t parts = (n + most - 1) / most;
+  return std::min(round_up((n + parts - 1) / parts, kCols), std::min(n, most));
+}
+
 // Decoded B should stay whole (it is read once a chunk of A), and A fills what is left.
 void choose_chunks(const GemmRequest& r, Route* route) {
   const int64_t row_bytes = 2 * r.k;
@@ -111,7 +102,7 @@ void choose_chunks(const GemmRequest& r, Route* route) {
     return std::max<int64_t>(bytes / row_bytes / kTileRows * kTileRows, kTileRows);
   };
   const int64_t b_share = r.dense_a ? budget : budget * 3 / 4;
-  route->n_chunk = r.dense_b ? r.n : std::min(r.n, rows_in(b_share));
+  route->n_chunk = r.dense_b ? r.n : choose_columns(r.n, rows_in(b_share));
   const int64_t b_bytes = r.dense_b ? 0 : route->n_chunk * row_bytes;
   int64_t rows = rows_in(budget - b_bytes);
   if (route->separate_epilogue) {  // FP32 accumulators of a chunk, in the budget's stead of A
@@ -125,42 +116,28 @@ void choose_chunks(const GemmRequest& r, Route* route) {
 
 // What the fused kernels for Hopper ask for.
 bool suits_hopper(const GemmRequest& r) {
-  return !r.dense_b && r.device.cc_major == 9 && r.device.cc_minor == 0 && r.k > 0 &&
-         r.k % (2 * kBlockSize) == 0 && r.alignment >= 16 &&
+  return kHasHopperKernels && !r.dense_b && r.device.cc_major == 9 && r.device.cc_minor == 0 &&
+         r.k > 0 && r.k % (2 * kBlockSize) == 0 && r.alignment >= 16 &&
          (!r.dense_a || r.a_row_stride % 8 == 0);
 }
 
-// hopper_pays of the last weights, by thread.
 bool hopper_pays(const GemmRequest& r) {
-  struct Entry {
-    int64_t n = 0, k = 0;
-    int sm_count = 0;
-    bool pays = false;
-  };
-  constexpr size_t kEntries = 64;
-  static thread_local std::array<Entry, kEntries> entries;
-  const uint64_t hash = static_cast<uint64_t>(r.n) * 0x9E3779B97F4A7C15u +
-                        static_cast<uint64_t>(r.k) * 0xC2B2AE3D27D4EB4Fu;
-  Entry& e = entries[hash >> 58];
-  if (e.n != r.n || e.k != r.k || e.sm_count != r.device.sm_count) {
-    e = {r.n, r.k, r.device.sm_count, cuda::hopper_pays(r.n, r.k, r.device.sm_count)};
-  }
-  return e.pays;
+  static thread_local Recent<3, bool> found;
+  return found.find({r.n, r.k, r.device.sm_count},
+                    [&] { return cuda::hopper_pays(r.n, r.k, r.device.sm_count); });
 }
 
 // Explicit tiles, and the fault in a planner, are gemm_small_m's.
 bool takes_small_m_hopper(const GemmRequest& r) {
-  return r.m <= cuda::kSmallMHopperMax && suits_hopper(r) && r.k < (int64_t{1} << 24) &&
-         hopper_pays(r) && explicit_tile.load(std::memory_order_relaxed).strips == 0 &&
+  return cuda::hopper_slices_pay(r.m, r.n, r.device.sm_count) && suits_hopper(r) &&
+         r.k < (int64_t{1} << 24) && hopper_pays(r) &&
+         explicit_tile.load(std::memory_order_relaxed).strips == 0 &&
          !has_fault(Fault::kPlannerUncapped);
 }
 
-cuda::MidMPlan mid_m_plan(const GemmRequest& r) {
-  return cuda::plan_mid_m(r.m, r.n, r.k, r.device.sm_count);
-}
-
 bool takes_mid_m(const GemmRequest& r) {
-  return r.m <= cuda::kMidMMax && suits_hopper(r) && mid_m_plan(r).ok();
+  return r.m <= cuda::kMidMMax && suits_hopper(r) &&
+         cuda::find_mid_m(r.m, r.n, r.k, r.device.sm_count).ok();
 }
 
 void find_emulated(const GemmRequest& r, Route* route) {
@@ -200,17 +177,22 @@ void find_emulated(const GemmRequest& r, Route* route) {
 
 }  // namespace
 
+std::string_view forced_rung() {
+  const char* text = std::getenv("NVFP4_BACKEND");
+  if (text == nullptr || *text == '\0') return {};
+  for (const char* rung : {kPinnedRung, kHeuristicRung, kEmulatedRung, kCpuRung}) {
+    if (std::string_view(text) == rung) return rung;
+  }
+  NVFP4_CHECK(false, "NVFP4_BACKEND must be ", kPinnedRung, ", ", kHeuristicRung, ", ",
+              kEmulatedRung, " or ", kCpuRung, ", got '", text, "': unset it to try every rung");
+  return {};
+}
+
 Problem chunk_problem(const GemmRequest& r, const Route& route, int64_t rows, int64_t cols) {
   Problem p = base_problem(r, route.decoded_type, rows, cols, route.separate_epilogue);
   if (r.dense_a) p.lda = r.a_row_stride;
   if (r.dense_b) p.ldb = r.b_row_stride;
   if (route.separate_epilogue) p.ldd = cols;
-  return p;
-}
-
-Problem nvfp4_problem(const GemmRequest& r, int64_t rows, bool separate_epilogue) {
-  Problem p = base_problem(r, ElementType::kNvfp4, rows, r.n, separate_epilogue);
-  p.skip_pins = forced_rung() == kHeuristicRung;
   return p;
 }
 
@@ -223,7 +205,8 @@ Route find_route(const GemmRequest& r) {
     for (const bool epilogue : {false, true}) {
       if (epilogue && !r.bias_type) break;
       const int64_t rows = epilogue ? std::min(r.m, kEpilogueRows) : r.m;
-      const Problem problem = nvfp4_problem(r, rows, epilogue);
+      Problem problem = base_problem(r, ElementType::kNvfp4, rows, r.n, epilogue);
+      problem.skip_pins = forced == kHeuristicRung;
       const auto plan = cublaslt::planner().plan(problem);
       if (!epilogue || plan->ok()) {
         route.problem = problem;
@@ -248,7 +231,9 @@ int64_t workspace_bytes(const GemmRequest& r, const Route& route) {
     const int64_t accumulators = route.separate_epilogue ? 4 * route.m_chunk * r.n : 0;
     return accumulators + static_cast<int64_t>(route.plan->workspace_bytes);
   }
-  if (route.kernel == EmulatedKernel::kMidM) return cuda::mid_m_workspace(mid_m_plan(r));
+  if (route.kernel == EmulatedKernel::kMidM) {
+    return cuda::mid_m_workspace(cuda::find_mid_m(r.m, r.n, r.k, r.device.sm_count));
+  }
   if (route.kernel != EmulatedKernel::kDecode) return 0;
   const int64_t decoded =
       2 * r.k * ((r.dense_b ? 0 : route.n_chunk) + (r.dense_a ? 0 : route.m_chunk));
@@ -269,7 +254,8 @@ std::vector<Refusal> refusals(const GemmRequest& r, const Route& route) {
     }
   } else if (route.plan) {
     all = route.plan->refusals;
-    if (route.plan->ok() && route.rung != route.plan->rung) say(route.plan->rung.c_str(), by_force);
+    const bool taken = route.rung != nullptr && route.plan->rung == route.rung;
+    if (route.plan->ok() && !taken) say(route.plan->rung.c_str(), by_force);
   } else {
     for (const char* rung : {kPinnedRung, kHeuristicRung}) say(rung, by_force);
   }
@@ -298,206 +284,23 @@ void check_cpu_allowed() {
       " needs CUDA operands, and these are on the CPU: move them with .cuda(), or unset it");
 }
 
+bool logs(LogLevel level) {
+  static const LogLevel most = [] {
+    const char* text = std::getenv("NVFP4_LOG");
+    const std::string_view wanted = text ? text : "";
+    return wanted == "debug"  ? LogLevel::kDebug
+           : wanted == "info" ? LogLevel::kInfo
+                              : LogLevel::kWarning;
+  }();
+  return level <= most;
+}
+
 void log_once(LogLevel level, const std::string& message) {
-  const char* text = std::getenv("NVFP4_LOG");
-  const std::string_view wanted = text ? text : "";
-  const bool shown = level == LogLevel::kWarning || wanted == "debug" ||
-                     (level == LogLevel::kInfo && wanted == "info");
-  if (!shown) return;
+  if (!logs(level)) return;
   static std::mutex mutex;
   static std::set<std::string> seen;
   std::lock_guard<std::mutex> lock(mutex);
   if (seen.insert(message).second) std::fprintf(stderr, "nvfp4_linear: %s\n", message.c_str());
-}
-
-// ------------------------------------------------------------------------------------- control
-//
-//   explain m= n= k= [a=nvfp4|bfloat16|float16] [b=the same] [out=] [bias=] [alpha=host|device]
-//   [alignment=]
-//           cc= sm= [device=]           -> route, as JSON
-//   fallback PATH                       -> where to look for cuBLASLt after the loader's own places
-//   build                               -> version, whether CUDA kernels are in
-//   library                             -> which cuBLASLt, or why none
-//   policy [value=]                     -> the pin policy, set first where a value is given
-//   pins                                -> every pin, newest first, each as its text form
-//   pin TEXT / unpin TEXT               -> {"ok": ...}
-//   clear                               -> forgets plans and retirements
-//   fault NAME                          -> a deliberate fault, for negative controls: none ends it
-//   tile [strips= k_warps= cluster= stages=]
-//                                       -> a tile for CUDA planners; without arguments their own
-
-namespace {
-
-using Arguments = std::map<std::string, std::string>;
-
-Arguments parse(const std::string& text) {
-  Arguments arguments;
-  std::istringstream words(text);
-  for (std::string word; words >> word;) {
-    const size_t equals = word.find('=');
-    NVFP4_CHECK(equals != std::string::npos, "control: expected key=value, got '", word, "'");
-    arguments[word.substr(0, equals)] = word.substr(equals + 1);
-  }
-  return arguments;
-}
-
-int64_t integer(const Arguments& arguments, const char* key, int64_t fallback) {
-  const auto found = arguments.find(key);
-  if (found == arguments.end()) return fallback;
-  char* end = nullptr;
-  const long long value = std::strtoll(found->second.c_str(), &end, 10);
-  NVFP4_CHECK(end != found->second.c_str() && *end == '\0', key, " must be an integer, got '",
-              found->second, "'");
-  return value;
-}
-
-std::string text(const Arguments& arguments, const char* key, const char* fallback) {
-  const auto found = arguments.find(key);
-  return found == arguments.end() ? fallback : found->second;
-}
-
-DType parse_type(const std::string& name) {
-  if (name == "float32") return DType::kFloat32;
-  if (name == "bfloat16") return DType::kBFloat16;
-  if (name == "float16") return DType::kFloat16;
-  NVFP4_CHECK(false, "a dtype must be float32, bfloat16 or float16, got '", name, "'");
-  return DType::kFloat32;
-}
-
-GemmRequest parse_request(const Arguments& arguments) {
-  GemmRequest r;
-  r.m = integer(arguments, "m", 0);
-  r.n = integer(arguments, "n", 0);
-  r.k = integer(arguments, "k", 0);
-  NVFP4_CHECK(r.m > 0 && r.n > 0 && r.k > 0, "m, n and k must be positive, got ", r.m, ", ", r.n,
-              ", ", r.k);
-  NVFP4_CHECK(r.k % kBlockSize == 0, "k must be a multiple of ", kBlockSize, ", got ", r.k,
-              ": pad K");
-  const std::string a = text(arguments, "a", "nvfp4");
-  const std::string b = text(arguments, "b", "nvfp4");
-  r.dense_a = a != "nvfp4";
-  r.dense_b = b != "nvfp4";
-  NVFP4_CHECK(!r.dense_a || !r.dense_b, "one operand must be nvfp4, got a=", a, " and b=", b);
-  if (r.dense_a || r.dense_b) r.dense_type = parse_type(r.dense_a ? a : b);
-  r.a_row_stride = r.b_row_stride = r.k;
-  r.out_type = parse_type(text(arguments, "out", "bfloat16"));
-  const std::string bias = text(arguments, "bias", "none");
-  if (bias != "none") r.bias_type = parse_type(bias);
-  r.alpha_on_device = text(arguments, "alpha", "host") == "device";
-  r.alignment = static_cast<uint32_t>(integer(arguments, "alignment", cublaslt::kMaxAlignment));
-  const int64_t cc = integer(arguments, "cc", 0);  // 10 * major + minor
-  r.device = {static_cast<int>(integer(arguments, "device", 0)), static_cast<int>(cc / 10),
-              static_cast<int>(cc % 10), static_cast<int>(integer(arguments, "sm", 1))};
-  return r;
-}
-
-const char* kernel_name(const Route& route) {
-  if (route.rung == nullptr) return "none";
-  if (route.rung != kEmulatedRung) return "cublasLtMatmul";
-  switch (route.kernel) {
-    case EmulatedKernel::kSmallM:
-      return "gemm_small_m";
-    case EmulatedKernel::kSmallMHopper:
-      return "gemm_small_m_hopper";
-    case EmulatedKernel::kMidM:
-      return "gemm_mid_m";
-    case EmulatedKernel::kDecode:
-      return "decode + cublasLtMatmul";
-    case EmulatedKernel::kSlices:
-      return "gemm_small_m in slices of rows";
-  }
-  return "none";
-}
-
-void set_fault(const std::string& name) {
-  std::string names;
-  for (size_t i = 0; i < kFaultNames.size(); ++i) {
-    if (name == kFaultNames[i]) return active_fault.store(static_cast<Fault>(i));
-    names += concat(i ? ", " : "", kFaultNames[i]);
-  }
-  NVFP4_CHECK(false, "fault must be one of ", names, ", got '", name, "'");
-}
-
-std::string explain(const GemmRequest& r) {
-  const Route route = find_route(r);
-  const auto quoted = [](const std::string& value) { return cublaslt::quoted(value); };
-  std::string list;
-  for (const Refusal& refusal : refusals(r, route)) {
-    list += concat(list.empty() ? "" : ", ", "{\"rung\": ", quoted(refusal.rung),
-                   ", \"reason\": ", quoted(refusal.reason), "}");
-  }
-  std::string plan = "null";
-  if (route.rung == kEmulatedRung) {
-    if (route.chunk_plan) {
-      plan = cublaslt::plan_to_json(chunk_problem(r, route, route.m_chunk, route.n_chunk),
-                                    *route.chunk_plan);
-    }
-  } else if (route.rung != nullptr) {
-    plan = cublaslt::plan_to_json(route.problem, *route.plan);
-  }
-  return concat("{\"rung\": ", route.rung ? quoted(route.rung) : "null",
-                ", \"kernel\": ", quoted(kernel_name(route)),
-                ", \"workspace_bytes\": ", workspace_bytes(r, route),
-                ", \"m_chunk\": ", route.m_chunk, ", \"n_chunk\": ", route.n_chunk,
-                ", \"plan\": ", plan, ", \"refusals\": [", list, "]}");
-}
-
-}  // namespace
-
-std::string control(std::string request) {
-  const size_t space = request.find(' ');
-  const std::string command = request.substr(0, space);
-  const std::string rest = space == std::string::npos ? "" : request.substr(space + 1);
-  if (command == "fallback") {
-    cublaslt::set_fallback_path(rest);
-    return "{\"ok\": true}";
-  }
-  if (command == "build") {
-    return concat("{\"version\": ", cublaslt::quoted(NVFP4_VERSION),
-                  ", \"cuda\": ", kHasCudaKernels ? "true" : "false", "}");
-  }
-  auto& planner = cublaslt::planner();
-  if (command == "explain") return explain(parse_request(parse(rest)));
-  if (command == "library") {
-    return concat("{\"version\": ", planner.version(),
-                  ", \"path\": ", cublaslt::quoted(planner.path()),
-                  ", \"unavailable\": ", cublaslt::quoted(planner.unavailable()), "}");
-  }
-  if (command == "policy") {
-    const Arguments arguments = parse(rest);
-    if (arguments.count("value")) planner.set_policy(cublaslt::parse_policy(arguments.at("value")));
-    return concat("{\"policy\": ", cublaslt::quoted(cublaslt::name(planner.policy())), "}");
-  }
-  if (command == "pins") {
-    std::string list;
-    for (const cublaslt::Pin& pin : planner.pins()) {
-      list += (list.empty() ? "" : ", ") + cublaslt::quoted(cublaslt::to_text(pin));
-    }
-    return concat("{\"pins\": [", list, "]}");
-  }
-  if (command == "pin") {
-    planner.pin(cublaslt::parse_pin(rest));
-    return "{\"ok\": true}";
-  }
-  if (command == "unpin") {
-    return planner.unpin(cublaslt::parse_pin(rest)) ? "{\"ok\": true}" : "{\"ok\": false}";
-  }
-  if (command == "clear") {
-    planner.clear();
-    return "{\"ok\": true}";
-  }
-  if (command == "fault") {
-    set_fault(rest);
-    return "{\"ok\": true}";
-  }
-  if (command == "tile") {
-    const Arguments tile = parse(rest);
-    const auto part = [&](const char* key) { return static_cast<int16_t>(integer(tile, key, 0)); };
-    explicit_tile = ExplicitTile{part("strips"), part("k_warps"), part("cluster"), part("stages")};
-    return "{\"ok\": true}";
-  }
-  NVFP4_CHECK(false, "control: unknown command '", command, "'");
-  return "";
 }
 
 }  // namespace nvfp4

@@ -5,7 +5,7 @@
 //   3 emulated            exact decode, then BF16 or FP16 tensor cores: any GPU from cc 8.0 on
 //   4 a named error that lists every rung's reason
 //
-// `find_route` decides; run_ladder (cuda/gemm.cpp) does what it says and `control` explains it, so
+// `find_route` decides; cuda/gemm.cpp does what it says and `explain` (control.h) tells it, so
 // what is explained is what runs. A route holds shared plans and no text: it costs a warm call two
 // look-ups.
 #pragma once
@@ -13,6 +13,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "cublaslt/plan.h"
@@ -30,6 +31,16 @@ constexpr size_t kCublasltWorkspace = size_t{16} << 20;
 // multiple of 128, so that a chunk starts on a tile of scales.
 constexpr int64_t kEpilogueRows = 2048;
 
+#if defined(NVFP4_WITH_CUDA)
+inline constexpr bool kHasCudaKernels = true;
+#else
+inline constexpr bool kHasCudaKernels = false;
+#endif
+
+// The rung that NVFP4_BACKEND forces now; empty where it forces none. A look through a hundred
+// variables takes the host 0.3 us: once a gemm.
+std::string_view forced_rung();
+
 struct GemmRequest {
   int64_t m = 0, n = 0, k = 0;
   bool dense_a = false, dense_b = false;
@@ -44,7 +55,7 @@ struct GemmRequest {
 
 enum class EmulatedKernel {
   kSmallM,        // one fused kernel: reads a packed B once
-  kSmallMHopper,  // the same on Hopper, for aligned operands
+  kSmallMHopper,  // the same on Hopper, for aligned operands; more rows where n is small
   kMidM,          // the same for more rows, on Hopper, with A's image in a workspace
   kDecode,        // decode a chunk, then cuBLASLt; see chunk sizes
   kSlices,        // the fused kernel, kSmallMMax rows at a time: where cuBLASLt can't be had
@@ -68,9 +79,6 @@ struct Route {
 
 Route find_route(const GemmRequest& request);
 
-// The NVFP4 problem of one chunk of `rows` rows; of all of them where cuBLASLt does the epilogue.
-cublaslt::Problem nvfp4_problem(const GemmRequest& request, int64_t rows, bool separate_epilogue);
-
 // The BF16 or FP16 problem of one chunk of the emulated rung: rows x cols of D.
 cublaslt::Problem chunk_problem(const GemmRequest& request, const Route& route, int64_t rows,
                                 int64_t cols);
@@ -84,11 +92,9 @@ std::vector<cublaslt::Refusal> refusals(const GemmRequest& request, const Route&
 // Throws where NVFP4_BACKEND forces a rung other than the CPU's.
 void check_cpu_allowed();
 
-// NVFP4_LOG: each message once a process; warnings always, others where asked for.
+// NVFP4_LOG, read once: each message once a process; warnings always, others where asked for.
 enum class LogLevel { kWarning, kInfo, kDebug };
+bool logs(LogLevel level);
 void log_once(LogLevel level, const std::string& message);
-
-// Requests of algorithms.py, `command key=value ...`, answered in JSON. See ladder.cpp.
-std::string control(std::string request);
 
 }  // namespace nvfp4

@@ -30,12 +30,8 @@ namespace {
 #endif
 
 uint8_t* bytes(const Tensor& tensor) { return static_cast<uint8_t*>(tensor.mutable_data_ptr()); }
-const uint8_t* const_bytes(const Tensor& tensor) {
-  return static_cast<const uint8_t*>(tensor.const_data_ptr());
-}
-
-Tensor as_contiguous(const Tensor& tensor) {
-  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
+const uint8_t* bytes(const Contiguous& elements) {
+  return static_cast<const uint8_t*>(elements.data);
 }
 
 Scalar check_global_scale(const OptTensor& global_scale, const Tensor& operand) {
@@ -46,63 +42,57 @@ Scalar check_global_scale(const OptTensor& global_scale, const Tensor& operand) 
   return g;
 }
 
-// The outputs of a producer for `k` columns, and the parameters that write them.
+// The outputs of a producer, and the parameters that write them.
 struct Producer {
   QuantizeParams params;
   Tensor data, block_scale;
 };
 
-Producer make_producer(const Rows& x, DType type, const OptTensor& global_scale, bool swizzled,
-                       int64_t k, int64_t padded_rows, const std::vector<int64_t>& leading) {
-  const int64_t cols = k / kBlockSize;
-  std::vector<int64_t> data_sizes = leading, scale_sizes = leading;
-  data_sizes.push_back(k / 2);
-  scale_sizes.push_back(cols);
-  if (swizzled) scale_sizes = swizzled_sizes(padded_rows, cols);
-  Producer out{{},
-               allocate(data_sizes, ScalarType::Byte, x.tensor),
-               allocate(scale_sizes, ScalarType::Float8_e4m3fn, x.tensor)};
-  out.params.x = x.tensor.const_data_ptr();
+// `sizes`: of data, K / 2 the last.
+Producer make_producer(const Tensor& x, const Rows& rows, DType type, const OptTensor& global_scale,
+                       bool swizzled, int64_t padded_rows, std::vector<int64_t> sizes) {
+  const int64_t k = sizes.back() * 2, cols = k / kBlockSize;
+  Tensor data = allocate(sizes, ScalarType::Byte, x);
+  sizes.back() = cols;
+  Producer out{
+      {},
+      std::move(data),
+      allocate(swizzled ? swizzled_sizes(padded_rows, cols) : sizes, ScalarType::Float8_e4m3fn, x)};
+  out.params.x = rows.elements.data;
   out.params.x_type = type;
-  out.params.x_row_stride = x.stride;
-  out.params.rows = x.rows;
+  out.params.x_row_stride = rows.stride;
+  out.params.rows = rows.rows;
   out.params.padded_rows = padded_rows;
   out.params.k = k;
-  out.params.global_scale = check_global_scale(global_scale, x.tensor);
+  out.params.global_scale = check_global_scale(global_scale, x);
   out.params.data = bytes(out.data);
   out.params.block_scale = bytes(out.block_scale);
   out.params.swizzled = swizzled;
   return out;
 }
 
-std::vector<int64_t> leading_sizes(const Tensor& x) {
-  const auto sizes = x.sizes();
-  return {sizes.begin(), sizes.end() - 1};
-}
-
 struct Bias {
-  Tensor storage;
-  const void* data = nullptr;
+  Contiguous elements;
   DType type = DType::kFloat32;
 };
 
 Bias check_bias(const OptTensor& bias, int64_t n, const Tensor& operand) {
-  if (!bias) return {operand};
+  if (!bias) return {};
   const auto type = float_type(bias->scalar_type());
   NVFP4_CHECK_TYPE(type, "bias.dtype must be float32, bfloat16 or float16, got ",
                    dtype_text(bias->scalar_type()));
   NVFP4_CHECK(bias->dim() == 1 && bias->size(0) == n, "bias must have shape (", n,
               ",) = (N,), got ", shape_text(*bias));
   check_same_device(*bias, "bias", operand, "the operands");
-  const Tensor dense = as_contiguous(*bias);
-  return {dense, dense.const_data_ptr(), *type};
+  return {as_contiguous(*bias), *type};
 }
 
 // One side of a product, checked: (..., K/2) packed, or (..., K) dense.
 struct Side {
-  Operand operand;
-  Tensor data, scale;  // what the operand points into
+  const Tensor& tensor;
   int64_t rows, k;
+  Contiguous data, scale;  // what the operand points into
+  Operand operand;
 };
 
 Side packed_side(const Tensor& data, const Tensor& scale, const char* name,
@@ -110,48 +100,47 @@ Side packed_side(const Tensor& data, const Tensor& scale, const char* name,
   const int64_t k = check_packed(data, name), rows = rows_of(data);
   check_scale(scale, scale_name, rows, k / kBlockSize, /*swizzled=*/true);
   check_same_device(scale, scale_name, data, name);
-  Side side{{}, as_contiguous(data), as_contiguous(scale), rows, k};
-  side.operand.data = side.data.const_data_ptr();
-  side.operand.scale = const_bytes(side.scale);
+  Side side{data, rows, k, as_contiguous(data), as_contiguous(scale), {}};
+  side.operand.data = side.data.data;
+  side.operand.scale = bytes(side.scale);
   return side;
 }
 
 Side dense_side(const Tensor& data, const char* name) {
   const DType type = check_activation(data, name, kBlockSize, /*allow_float32=*/false);
-  const Rows rows = as_rows(data);
-  Side side{{}, rows.tensor, rows.tensor, rows.rows, rows.cols};
-  side.operand = {rows.tensor.const_data_ptr(), nullptr, true, type, rows.stride};
-  return side;
+  Rows rows = as_rows(data);
+  const Operand operand{rows.elements.data, nullptr, true, type, rows.stride};
+  return {data, rows.rows, rows.cols, std::move(rows.elements), {}, operand};
 }
 
 // D = out(alpha * A . B^T + bias), whichever side is packed.
 Tensor run_gemm(const Side& a, const Side& b, const char* a_name, const char* b_name,
                 const OptTensor& alpha, const OptTensor& bias, const OptType& out_dtype,
                 DType default_out) {
-  NVFP4_CHECK(b.data.dim() == 2, b_name, " must be 2-D, N rows along K, got shape ",
-              shape_text(b.data));
+  NVFP4_CHECK(b.tensor.dim() == 2, b_name, " must be 2-D, N rows along K, got shape ",
+              shape_text(b.tensor));
   NVFP4_CHECK(a.k == b.k, a_name, " and ", b_name, " must have the same K, got ", a.k, " and ", b.k,
-              " (", b_name, " has shape ", shape_text(b.data),
+              " (", b_name, " has shape ", shape_text(b.tensor),
               "): both are row-major along K, D = A . B^T");
-  check_same_device(b.data, b_name, a.data, a_name);
+  check_same_device(b.tensor, b_name, a.tensor, a_name);
   GemmParams p;
   p.a = a.operand;
   p.b = b.operand;
   p.m = a.rows;
   p.n = b.rows;
   p.k = a.k;
-  p.alpha = check_scalar(alpha, "alpha", a.data);
-  const Bias checked_bias = check_bias(bias, p.n, a.data);
-  p.bias = checked_bias.data;
+  p.alpha = check_scalar(alpha, "alpha", a.tensor);
+  const Bias checked_bias = check_bias(bias, p.n, a.tensor);
+  p.bias = checked_bias.elements.data;
   p.bias_type = checked_bias.type;
   p.out_type = check_out_dtype(out_dtype, default_out);
-  Tensor out = allocate(sizes_with_last(a.data, p.n), scalar_type(p.out_type), a.data);
+  Tensor out = allocate(sizes_with_last(a.tensor, p.n), scalar_type(p.out_type), a.tensor);
   p.out = out.mutable_data_ptr();
   if (p.m == 0 || p.n == 0) return out;
-  const CudaScope scope(a.data);
+  const CudaScope scope(a.tensor);
 #if defined(NVFP4_WITH_CUDA)
-  if (a.data.is_cuda()) {
-    cuda::gemm(p, a.data, scope.stream());
+  if (a.tensor.is_cuda()) {
+    cuda::gemm(p, scope.stream());
     return out;
   }
 #endif
@@ -162,22 +151,21 @@ Tensor run_gemm(const Side& a, const Side& b, const char* a_name, const char* b_
   return out;
 }
 
-Tensor run_global_scale(const Rows& x, DType type, bool swiglu) {
+Tensor run_global_scale(const Tensor& x, const Rows& rows, DType type, bool swiglu) {
   AmaxParams p;
-  p.x = x.tensor.const_data_ptr();
+  p.x = rows.elements.data;
   p.x_type = type;
-  p.x_row_stride = x.stride;
-  p.rows = x.rows;
-  p.cols = swiglu ? x.cols / 2 : x.cols;
+  p.x_row_stride = rows.stride;
+  p.rows = rows.rows;
+  p.cols = swiglu ? rows.cols / 2 : rows.cols;
   p.swiglu = swiglu;
-  Tensor out = allocate({}, ScalarType::Float, x.tensor);
+  Tensor out = allocate({}, ScalarType::Float, x);
   p.out = static_cast<float*>(out.mutable_data_ptr());
-  const CudaScope scope(x.tensor);
+  const CudaScope scope(x);
 #if defined(NVFP4_WITH_CUDA)
-  if (x.tensor.is_cuda()) {
-    const auto scratch_bytes = static_cast<int64_t>(cuda::global_scale_scratch_bytes(p));
-    const Tensor scratch = allocate({scratch_bytes}, ScalarType::Byte, x.tensor);
-    cuda::global_scale(p, scratch.mutable_data_ptr(), scope.stream());
+  if (x.is_cuda()) {
+    const Workspace scratch(static_cast<int64_t>(cuda::global_scale_scratch_bytes(p)));
+    cuda::global_scale(p, scratch.data(), scope.stream());
     return out;
   }
 #endif
@@ -187,32 +175,32 @@ Tensor run_global_scale(const Rows& x, DType type, bool swiglu) {
 
 }  // namespace
 
-std::tuple<Tensor, Tensor> quantize(Tensor x, OptTensor global_scale, bool swizzled) {
+std::tuple<Tensor, Tensor> quantize(const Tensor& x, const OptTensor& global_scale, bool swizzled) {
   const DType type = check_activation(x, "x", kBlockSize, /*allow_float32=*/true);
   const Rows rows = as_rows(x);
-  const auto out =
-      make_producer(rows, type, global_scale, swizzled, rows.cols, rows.rows, leading_sizes(x));
-  if (rows.rows) NVFP4_LAUNCH(quantize, rows.tensor, out.params);
-  return {out.data, out.block_scale};
+  Producer out = make_producer(x, rows, type, global_scale, swizzled, rows.rows,
+                               sizes_with_last(x, rows.cols / 2));
+  if (rows.rows) NVFP4_LAUNCH(quantize, x, out.params);
+  return {std::move(out.data), std::move(out.block_scale)};
 }
 
-std::tuple<Tensor, Tensor> swiglu_quantize(Tensor gate_up, OptTensor global_scale, bool swizzled,
-                                           int64_t pad_rows_to) {
+std::tuple<Tensor, Tensor> swiglu_quantize(const Tensor& gate_up, const OptTensor& global_scale,
+                                           bool swizzled, int64_t pad_rows_to) {
   const DType type = check_activation(gate_up, "gate_up", 2 * kBlockSize, /*allow_float32=*/true);
   NVFP4_CHECK(pad_rows_to >= 1, "pad_rows_to must be at least 1, got ", pad_rows_to);
   const Rows rows = as_rows(gate_up);
   const int64_t padded_rows = round_up(rows.rows, pad_rows_to);
   // Padded rows have no leading shape to belong to: where padding is asked for, data is 2-D.
-  const auto leading =
-      pad_rows_to == 1 ? leading_sizes(gate_up) : std::vector<int64_t>{padded_rows};
-  const auto out =
-      make_producer(rows, type, global_scale, swizzled, rows.cols / 2, padded_rows, leading);
-  if (rows.rows) NVFP4_LAUNCH(swiglu_quantize, rows.tensor, out.params);
-  return {out.data, out.block_scale};
+  auto sizes = pad_rows_to == 1 ? sizes_with_last(gate_up, rows.cols / 4)
+                                : std::vector<int64_t>{padded_rows, rows.cols / 4};
+  Producer out =
+      make_producer(gate_up, rows, type, global_scale, swizzled, padded_rows, std::move(sizes));
+  if (rows.rows) NVFP4_LAUNCH(swiglu_quantize, gate_up, out.params);
+  return {std::move(out.data), std::move(out.block_scale)};
 }
 
-Tensor dequantize(Tensor data, Tensor block_scale, OptTensor global_scale, bool swizzled,
-                  OptType out_dtype) {
+Tensor dequantize(const Tensor& data, const Tensor& block_scale, const OptTensor& global_scale,
+                  bool swizzled, const OptType& out_dtype) {
   DequantizeParams p;
   p.k = check_packed(data, "data");
   p.rows = rows_of(data);
@@ -220,9 +208,9 @@ Tensor dequantize(Tensor data, Tensor block_scale, OptTensor global_scale, bool 
   check_same_device(block_scale, "block_scale", data, "data");
   p.global_scale = check_global_scale(global_scale, data);
   p.out_type = check_out_dtype(out_dtype, DType::kFloat32);
-  const Tensor data_dense = as_contiguous(data), scale_dense = as_contiguous(block_scale);
-  p.data = const_bytes(data_dense);
-  p.block_scale = const_bytes(scale_dense);
+  const Contiguous codes = as_contiguous(data), scales = as_contiguous(block_scale);
+  p.data = bytes(codes);
+  p.block_scale = bytes(scales);
   p.swizzled = swizzled;
   Tensor out = allocate(sizes_with_last(data, p.k), scalar_type(p.out_type), data);
   p.out = out.mutable_data_ptr();
@@ -230,55 +218,56 @@ Tensor dequantize(Tensor data, Tensor block_scale, OptTensor global_scale, bool 
   return out;
 }
 
-Tensor swizzle_scales(Tensor scales) {
-  NVFP4_CHECK_TYPE(scales.scalar_type() == ScalarType::Float8_e4m3fn,
+Tensor swizzle_scales(const Tensor& scales) {
+  NVFP4_CHECK_TYPE(has_type(scales, ScalarType::Float8_e4m3fn),
                    "scales.dtype must be float8_e4m3fn, got ", dtype_text(scales.scalar_type()));
   NVFP4_CHECK(scales.dim() == 2, "scales must be (rows, K/16), got shape ", shape_text(scales));
-  const Tensor dense = as_contiguous(scales);
-  const SwizzleParams shape{const_bytes(dense), nullptr, scales.size(0), scales.size(1)};
+  const Contiguous dense = as_contiguous(scales);
+  const SwizzleParams shape{bytes(dense), nullptr, scales.size(0), scales.size(1)};
   Tensor out = allocate(swizzled_sizes(shape.rows, shape.cols), ScalarType::Float8_e4m3fn, scales);
   const SwizzleParams p{shape.in, bytes(out), shape.rows, shape.cols};
   if (p.rows && p.cols) NVFP4_LAUNCH(swizzle_scales, scales, p);
   return out;
 }
 
-Tensor unswizzle_scales(Tensor scales, int64_t rows, int64_t cols) {
+Tensor unswizzle_scales(const Tensor& scales, int64_t rows, int64_t cols) {
   NVFP4_CHECK(rows >= 0 && cols >= 0, "rows and cols must be >= 0, got ", rows, " and ", cols);
   check_scale(scales, "scales", rows, cols, /*swizzled=*/true);
-  const Tensor dense = as_contiguous(scales);
+  const Contiguous dense = as_contiguous(scales);
   Tensor out = allocate({rows, cols}, ScalarType::Float8_e4m3fn, scales);
-  const SwizzleParams p{const_bytes(dense), bytes(out), rows, cols};
+  const SwizzleParams p{bytes(dense), bytes(out), rows, cols};
   if (rows && cols) NVFP4_LAUNCH(unswizzle_scales, scales, p);
   return out;
 }
 
-Tensor global_scale(Tensor x) {
+Tensor global_scale(const Tensor& x) {
   const auto type = float_type(x.scalar_type());
   NVFP4_CHECK_TYPE(type, "x.dtype must be float32, bfloat16 or float16, got ",
                    dtype_text(x.scalar_type()));
-  return run_global_scale(x.dim() ? as_rows(x) : Rows{x, 1, 1, 1}, *type, /*swiglu=*/false);
+  const Rows rows = x.dim() ? as_rows(x) : Rows{as_contiguous(x), 1, 1, 1};
+  return run_global_scale(x, rows, *type, /*swiglu=*/false);
 }
 
-Tensor swiglu_global_scale(Tensor gate_up) {
+Tensor swiglu_global_scale(const Tensor& gate_up) {
   const DType type = check_activation(gate_up, "gate_up", 2 * kBlockSize, /*allow_float32=*/true);
-  return run_global_scale(as_rows(gate_up), type, /*swiglu=*/true);
+  return run_global_scale(gate_up, as_rows(gate_up), type, /*swiglu=*/true);
 }
 
-Tensor gemm(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, OptTensor alpha, OptTensor bias,
-            OptType out_dtype) {
+Tensor gemm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
+            const OptTensor& alpha, const OptTensor& bias, const OptType& out_dtype) {
   return run_gemm(packed_side(a, a_scale, "a", "a_scale"), packed_side(b, b_scale, "b", "b_scale"),
                   "a", "b", alpha, bias, out_dtype, DType::kBFloat16);
 }
 
-Tensor gemm_a16w4(Tensor x, Tensor b, Tensor b_scale, OptTensor alpha, OptTensor bias,
-                  OptType out_dtype) {
+Tensor gemm_a16w4(const Tensor& x, const Tensor& b, const Tensor& b_scale, const OptTensor& alpha,
+                  const OptTensor& bias, const OptType& out_dtype) {
   const Side dense = dense_side(x, "x");
   return run_gemm(dense, packed_side(b, b_scale, "b", "b_scale"), "x", "b", alpha, bias, out_dtype,
                   dense.operand.type);
 }
 
-Tensor gemm_a4w16(Tensor a, Tensor w, Tensor a_scale, OptTensor alpha, OptTensor bias,
-                  OptType out_dtype) {
+Tensor gemm_a4w16(const Tensor& a, const Tensor& w, const Tensor& a_scale, const OptTensor& alpha,
+                  const OptTensor& bias, const OptType& out_dtype) {
   const Side dense = dense_side(w, "w");
   return run_gemm(packed_side(a, a_scale, "a", "a_scale"), dense, "a", "w", alpha, bias, out_dtype,
                   dense.operand.type);

@@ -1,6 +1,6 @@
 // Every schema and every binding, and nothing else. One implementation serves both devices: it
 // looks at where its operands live. Fakes are in nvfp4_linear/ops.py.
-#include "ladder.h"
+#include "control.h"
 #include "ops.h"
 
 STABLE_TORCH_LIBRARY(nvfp4, m) {

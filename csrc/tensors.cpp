@@ -9,10 +9,34 @@
 #endif
 
 // Weak: absent in a CPU build of torch, which never reaches a CUDA tensor. One binary for both.
-extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream)
+extern "C" {
+AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream)
     __attribute__((weak));
+AOTITorchError aoti_torch_cuda_caching_allocator_raw_alloc(uint64_t bytes, void** pointer)
+    __attribute__((weak));
+AOTITorchError aoti_torch_cuda_caching_allocator_raw_delete(void* pointer) __attribute__((weak));
+}
 
 namespace nvfp4 {
+namespace {
+
+int32_t code_of(ScalarType type) {
+  return torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
+}
+
+// Where a tensor is, in torch's own numbers.
+struct Place {
+  int32_t type = 0, index = 0;
+};
+
+Place place_of(const Tensor& tensor) {
+  Place place;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &place.type));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor.get(), &place.index));
+  return place;
+}
+
+}  // namespace
 
 std::string shape_text(const Tensor& tensor) {
   std::string text = "(";
@@ -26,19 +50,34 @@ std::string shape_text(const Tensor& tensor) {
 const char* dtype_text(ScalarType type) { return torch::headeronly::toString(type); }
 
 int64_t rows_of(const Tensor& tensor) {
+  const auto sizes = tensor.sizes();
   int64_t rows = 1;
-  for (int64_t i = 0; i + 1 < tensor.dim(); ++i) rows *= tensor.size(i);
+  for (size_t i = 0; i + 1 < sizes.size(); ++i) rows *= sizes[i];
   return rows;
 }
 
-int64_t last_dim(const Tensor& tensor) { return tensor.size(tensor.dim() - 1); }
+int64_t last_dim(const Tensor& tensor) { return tensor.size(-1); }
+
+// scalar_type() compares with one type after the other; this asks for the one.
+bool has_type(const Tensor& tensor, ScalarType type) {
+  int32_t found = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &found));
+  return found == code_of(type);
+}
+
+Contiguous as_contiguous(const Tensor& tensor) {
+  if (tensor.is_contiguous()) return {tensor.const_data_ptr(), std::nullopt};
+  Tensor copy = torch::stable::contiguous(tensor);
+  const void* data = copy.const_data_ptr();
+  return {data, std::move(copy)};
+}
 
 Rows as_rows(const Tensor& tensor) {
   const int64_t rows = rows_of(tensor), cols = last_dim(tensor);
   if (tensor.dim() == 2 && tensor.stride(1) == 1 && tensor.stride(0) >= cols) {
-    return {tensor, rows, cols, tensor.stride(0)};
+    return {{tensor.const_data_ptr(), std::nullopt}, rows, cols, tensor.stride(0)};
   }
-  return {tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor), rows, cols, cols};
+  return {as_contiguous(tensor), rows, cols, cols};
 }
 
 std::optional<DType> float_type(ScalarType type) {
@@ -92,16 +131,17 @@ int64_t check_packed(const Tensor& data, const char* name) {
 }
 
 void check_scale(const Tensor& scale, const char* name, int64_t rows, int64_t cols, bool swizzled) {
-  NVFP4_CHECK_TYPE(scale.scalar_type() == ScalarType::Float8_e4m3fn, name,
+  NVFP4_CHECK_TYPE(has_type(scale, ScalarType::Float8_e4m3fn), name,
                    ".dtype must be float8_e4m3fn, got ", dtype_text(scale.scalar_type()),
                    ": view it with .view(torch.float8_e4m3fn) if its bytes are UE4M3");
   if (swizzled) {
     const int64_t padded_rows = round_up(rows, kTileRows), padded_cols = round_up(cols, kTileCols);
-    NVFP4_CHECK(scale.dim() == 2 && scale.size(0) == padded_rows && scale.size(1) == padded_cols,
-                name, " must be swizzled (128x4 tiles) with shape (", padded_rows, ", ",
-                padded_cols, ") for ", rows, " rows and K = ", cols * kBlockSize, ", got ",
-                shape_text(scale), ": torch.ops.nvfp4.swizzle_scales makes it from row-major (",
-                rows, ", ", cols, ")");
+    const auto sizes = scale.sizes();
+    NVFP4_CHECK(sizes.size() == 2 && sizes[0] == padded_rows && sizes[1] == padded_cols, name,
+                " must be swizzled (128x4 tiles) with shape (", padded_rows, ", ", padded_cols,
+                ") for ", rows, " rows and K = ", cols * kBlockSize, ", got ", shape_text(scale),
+                ": torch.ops.nvfp4.swizzle_scales makes it from row-major (", rows, ", ", cols,
+                ")");
   } else {
     NVFP4_CHECK(scale.dim() >= 1 && last_dim(scale) == cols && rows_of(scale) == rows, name,
                 " must be row-major with shape (", rows, ", ", cols, ") = (rows, K/16), got ",
@@ -111,9 +151,9 @@ void check_scale(const Tensor& scale, const char* name, int64_t rows, int64_t co
 
 void check_same_device(const Tensor& tensor, const char* name, const Tensor& other,
                        const char* other_name) {
-  const bool same = tensor.is_cuda() == other.is_cuda() && tensor.is_cpu() == other.is_cpu() &&
-                    tensor.get_device_index() == other.get_device_index();
-  NVFP4_CHECK(same, name, " must be on the device of ", other_name, ", got ",
+  const Place place = place_of(tensor), expected = place_of(other);
+  NVFP4_CHECK(place.type == expected.type && place.index == expected.index, name,
+              " must be on the device of ", other_name, ", got ",
               tensor.is_cuda() ? concat("cuda:", tensor.get_device_index()) : "cpu", " and ",
               other.is_cuda() ? concat("cuda:", other.get_device_index()) : "cpu",
               ": move it with .to()");
@@ -121,7 +161,7 @@ void check_same_device(const Tensor& tensor, const char* name, const Tensor& oth
 
 Scalar check_scalar(const std::optional<Tensor>& scalar, const char* name, const Tensor& operand) {
   if (!scalar) return {};
-  NVFP4_CHECK_TYPE(scalar->scalar_type() == ScalarType::Float, name, ".dtype must be float32, got ",
+  NVFP4_CHECK_TYPE(has_type(*scalar, ScalarType::Float), name, ".dtype must be float32, got ",
                    dtype_text(scalar->scalar_type()),
                    ": convert it with .to(torch.float32); its bytes are never reinterpreted");
   NVFP4_CHECK(scalar->numel() == 1, name, " must have one element, got shape ",
@@ -140,21 +180,19 @@ DType check_out_dtype(const std::optional<ScalarType>& out_dtype, DType fallback
   return *type;
 }
 
-Tensor allocate(std::vector<int64_t> sizes, ScalarType type, const Tensor& like) {
+Tensor allocate(const std::vector<int64_t>& sizes, ScalarType type, const Tensor& like) {
   std::vector<int64_t> strides(sizes.size());
   int64_t stride = 1;
   for (size_t i = sizes.size(); i-- > 0;) {
     strides[i] = stride;
     stride *= sizes[i] > 1 ? sizes[i] : 1;
   }
-  const auto device = like.device();
+  const Place place = place_of(like);
   // The C shim rather than stable::empty: no dispatcher look-up by name on the way.
   AtenTensorHandle handle = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-      static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
-      torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)),
-      torch::stable::detail::to<int32_t>(torch::stable::detail::from(device.type())),
-      device.index(), &handle));
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
+                               code_of(type), place.type, place.index, &handle));
   return Tensor(handle);
 }
 
@@ -167,6 +205,16 @@ std::vector<int64_t> sizes_with_last(const Tensor& like, int64_t last) {
 
 std::vector<int64_t> swizzled_sizes(int64_t rows, int64_t cols) {
   return {round_up(rows, kTileRows), round_up(cols, kTileCols)};
+}
+
+Workspace::Workspace(int64_t bytes) {
+  if (bytes == 0) return;
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch_cuda_caching_allocator_raw_alloc(static_cast<uint64_t>(bytes), &data_));
+}
+
+Workspace::~Workspace() {
+  if (data_) aoti_torch_cuda_caching_allocator_raw_delete(data_);
 }
 
 CudaScope::CudaScope(const Tensor& tensor) {

@@ -24,10 +24,19 @@ const char* dtype_text(ScalarType type);
 int64_t rows_of(const Tensor& tensor);
 int64_t last_dim(const Tensor& tensor);
 
-// A matrix of rows with a contiguous last dimension: the tensor itself where its strides allow it,
-// else a contiguous copy that lives as long as this object.
+bool has_type(const Tensor& tensor, ScalarType type);
+
+// A tensor's elements in order: its own where they are, else those of a contiguous copy that lives
+// as long as this object.
+struct Contiguous {
+  const void* data = nullptr;
+  std::optional<Tensor> copy;
+};
+Contiguous as_contiguous(const Tensor& tensor);
+
+// A matrix of rows with a contiguous last dimension, likewise.
 struct Rows {
-  Tensor tensor;
+  Contiguous elements;
   int64_t rows, cols, stride;
 };
 Rows as_rows(const Tensor& tensor);
@@ -48,11 +57,25 @@ void check_same_device(const Tensor& tensor, const char* name, const Tensor& oth
 Scalar check_scalar(const std::optional<Tensor>& scalar, const char* name, const Tensor& operand);
 DType check_out_dtype(const std::optional<ScalarType>& out_dtype, DType fallback);
 
-Tensor allocate(std::vector<int64_t> sizes, ScalarType type, const Tensor& like);
+Tensor allocate(const std::vector<int64_t>& sizes, ScalarType type, const Tensor& like);
 // Sizes of `like` with its last dimension replaced.
 std::vector<int64_t> sizes_with_last(const Tensor& like, int64_t last);
 // (round_up(rows, 128), round_up(cols, 4))
 std::vector<int64_t> swizzled_sizes(int64_t rows, int64_t cols);
+
+// Memory of the current GPU for the length of a call, none for 0 bytes: torch's caching allocator
+// keeps it for the current stream. No tensor, which would take the host three times as long.
+class Workspace {
+ public:
+  explicit Workspace(int64_t bytes);
+  ~Workspace();
+  Workspace(const Workspace&) = delete;
+  Workspace& operator=(const Workspace&) = delete;
+  void* data() const { return data_; }
+
+ private:
+  void* data_ = nullptr;
+};
 
 // Makes the tensor's GPU current for the scope and gives its current stream. Nothing on the CPU.
 class CudaScope {

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+import stat
 import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -58,7 +59,8 @@ class Pin:
     cc: compute capability, e.g. (9, 0). sm_count, n, k, m_max: 0 is any. version_min/max: cuBLASLt
     versions as cublasLtGetVersion gives them (130100 is 13.1.0), both inclusive. type: "nvfp4",
     "bf16", "fp16" or "fp8_e4m3". fills_chip: only where the tile's grid has at least one tile per
-    multiprocessor.
+    multiprocessor. evidence: free text, what shows that the pin is right and faster on this chip:
+    ``sweep`` writes file, date and ratio. Policy "validated" takes no row of a pin file without it.
     """
 
     algorithm: Algorithm
@@ -292,6 +294,7 @@ def explain(
     *,
     device: torch.device | str | int | Device | None = None,
     activation: str = "nvfp4",
+    weight: str = "nvfp4",
     out_dtype: torch.dtype = torch.bfloat16,
     bias_dtype: torch.dtype | None = None,
     alpha_on_device: bool = False,
@@ -301,7 +304,7 @@ def explain(
     m, n, k: logical sizes of D (m, n) = A (m, k) . B (n, k)^T; k % 16 == 0. device: None is the
     current GPU, or the CPU where there is none; a ``Device`` asks about another chip (cuBLASLt
     itself needs a GPU to answer; without one its refusal says so). activation: "nvfp4", or
-    "bfloat16"/"float16" for ``gemm_a16w4``. alpha_on_device: alpha is a CUDA tensor.
+    "bfloat16"/"float16" for ``gemm_a16w4``; weight: the same for ``gemm_a4w16``. alpha_on_device: alpha is a CUDA tensor.
 
     Raises ValueError for sizes or names that no gemm takes.
     """
@@ -309,9 +312,7 @@ def explain(
     if isinstance(where, torch.device):
         needs = "the operands are on the CPU: it needs CUDA operands"
         refused = tuple(Refusal(rung, needs) for rung in RUNGS[:-1])
-        forced = os.environ.get("NVFP4_BACKEND") or "cpu"
-        if forced not in RUNGS:
-            raise ValueError(f"NVFP4_BACKEND must be one of {', '.join(RUNGS)}, got {forced!r}")
+        forced = _control("backend")["forced"] or "cpu"
         if m < 0 or n < 0 or k <= 0 or k % 16:
             raise ValueError(
                 f"m, n >= 0 and k a positive multiple of 16 expected, got {m}, {n}, {k}"
@@ -325,7 +326,7 @@ def explain(
         if dtype is not None and dtype not in name:
             raise ValueError(f"{argument} must be bfloat16, float16 or float32, got {dtype}")
     command = (
-        f"explain m={m} n={n} k={k} a={activation} out={name[out_dtype]}"
+        f"explain m={m} n={n} k={k} a={activation} b={weight} out={name[out_dtype]}"
         f" bias={name[bias_dtype] if bias_dtype else 'none'}"
         f" alpha={'device' if alpha_on_device else 'host'}"
         f" cc={10 * where.cc[0] + where.cc[1]} sm={where.sm_count} device={where.index}"
@@ -378,6 +379,9 @@ def _algorithm(values: dict[str, Any] | None) -> Algorithm | None:
 def pin(algorithm: Algorithm | Pin, **conditions: Any) -> Pin:
     """Pins an algorithm in this process; the newest pin is asked first. Gives the pin.
 
+    Who calls this vouches for the pin: policy "validated" asks no evidence of it, as it does of the
+    rows that ``load_pins`` reads.
+
     algorithm: a whole ``Pin``, or an ``Algorithm`` with ``Pin``'s other fields as keywords; ``cc``
     defaults to the current GPU's. Raises ValueError where an attribute is out of the range that
     the loaded cuBLASLt knows (inside cuBLASLt it could kill the process).
@@ -406,7 +410,12 @@ def pins() -> list[Pin]:
 
 
 def pin_policy(value: str | None = None) -> str:
-    """The policy in force ("validated", "always", "never"), set first where ``value`` is given."""
+    """The policy in force, set first where ``value`` is given.
+
+    "validated": pins on the chip that they are for, and of a pin file only rows with evidence.
+    "always": rows without it too, and the built-in pin on every chip from compute capability 10.0.
+    "never": no pin.
+    """
     if value is not None and value not in POLICIES:
         raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {value!r}")
     return _control("policy" if value is None else f"policy value={value}")["policy"]
@@ -425,27 +434,49 @@ class PinFileReport:
         return "\n".join([*lines, *(f"  line {line}: {reason}" for line, reason in self.refused)])
 
 
+def read_pin_file(path: str | os.PathLike[str]) -> str:
+    """The text of a pin file, none of whose size, kind or content is trusted.
+
+    Raises ValueError where it can be no pin file (too large, not text, a device), OSError where it
+    can't be read.
+    """
+    # A FIFO that nobody writes to is refused, not waited for.
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        facts = os.fstat(file.fileno())
+        if not stat.S_ISREG(facts.st_mode):
+            raise ValueError(f"{path} is not a regular file, so no pin file")
+        if facts.st_size > MAX_PIN_FILE_BYTES:
+            raise ValueError(
+                f"{path} has {facts.st_size:,} bytes, a pin file at most {MAX_PIN_FILE_BYTES:,}"
+            )
+        content = file.read(MAX_PIN_FILE_BYTES + 1) or b""
+    if len(content) > MAX_PIN_FILE_BYTES:
+        raise ValueError(
+            f"{path} has more than {MAX_PIN_FILE_BYTES:,} bytes, the most of a pin file"
+        )
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a pin file: {error}") from None
+
+
 def load_pins(path: str | os.PathLike[str]) -> PinFileReport:
     """Loads a pin file. A row that can't be read is refused by line number; the others count.
 
-    Raises ValueError where the file as a whole is no pin file (too large, not text), OSError where
-    it can't be read. Nothing is pinned then.
+    A row without evidence is loaded, and skipped with that reason under policy "validated".
+
+    Raises what ``read_pin_file`` raises where the file as a whole is no pin file. Nothing is pinned
+    then.
     """
-    path = Path(path)
-    size = path.stat().st_size
-    if size > MAX_PIN_FILE_BYTES:
-        raise ValueError(f"{path} has {size:,} bytes, a pin file at most {MAX_PIN_FILE_BYTES:,}")
-    try:
-        text = path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not a pin file: {error}") from None
     loaded, refused = [], []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(read_pin_file(path).splitlines(), 1):
         line = line.strip()
         if not line or line.startswith("#"):
             continue
         try:
-            loaded.append(pin(Pin.from_text(line)))
+            row = Pin.from_text(line)
+            _control(f"row {row.to_text()}")
+            loaded.append(row)
         except (ValueError, TypeError, OverflowError) as error:
             refused.append((number, str(error)))
     return PinFileReport(str(path), tuple(loaded), tuple(refused))
@@ -486,6 +517,12 @@ def build() -> dict[str, Any]:
 def library() -> dict[str, Any]:
     """The cuBLASLt in use: ``version``, ``path``, and ``unavailable`` (a reason) where there is none."""
     return _control("library")
+
+
+def heuristic_queries() -> int:
+    """How often this process's ops have asked cuBLASLt's heuristic: once a problem without a pin,
+    when it is planned, and never by a call whose plan is there."""
+    return _control("queries")["heuristic"]
 
 
 def backends() -> list[Backend]:

@@ -18,6 +18,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -118,7 +119,10 @@ def _pin_lines(row: dict[str, Any]) -> list[str]:
         f"  {row['type']}, {', '.join(where)}",
         f"    takes {algorithms.Algorithm(**row['algorithm'])}",
     ]
-    return lines + ([f"    evidence: {row['evidence']}"] if row["evidence"] else [])
+    return [
+        *lines,
+        f"    evidence: {row['evidence'] or 'none, so policy validated skips it in a file'}",
+    ]
 
 
 # -------------------------------------------------------------------------------------- explain
@@ -138,11 +142,19 @@ def _explain_arguments(parser: argparse.ArgumentParser) -> None:
         help="type of the activation: nvfp4 is gemm, the others gemm_a16w4 (default: nvfp4)",
     )
     parser.add_argument(
+        "--weight",
+        choices=("nvfp4", "bfloat16", "float16"),
+        default="nvfp4",
+        help="type of the weight: the others are gemm_a4w16 (default: nvfp4)",
+    )
+    parser.add_argument(
         "--out-dtype", choices=DTYPES, default="bfloat16", help="(default: bfloat16)"
     )
     parser.add_argument("--bias", action="store_true", help="with a bias of the output's dtype")
     parser.add_argument(
-        "--predict", action="store_true", help="and what a model says of its L2 traffic"
+        "--predict",
+        action="store_true",
+        help="and what a model says of its L2 traffic; of a pin, beside the heuristic's choice",
     )
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--device", help="cpu or cuda:0 (default: the GPU where there is one)")
@@ -164,15 +176,18 @@ def _explain(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         )
     out_dtype = DTYPES[args.out_dtype]
     device = algorithms.Device(args.cc, args.sms, name="a chip") if args.cc else args.device
-    plan = algorithms.explain(
+    ask = partial(
+        algorithms.explain,
         args.m,
         args.n,
         args.k,
         device=device,
         activation=args.activation,
+        weight=args.weight,
         out_dtype=out_dtype,
         bias_dtype=out_dtype if args.bias else None,
     )
+    plan = ask()
     if args.cc:
         console.say(HYPOTHETICAL_NOTE)
     console.say(str(plan))
@@ -180,19 +195,44 @@ def _explain(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     if plan.rung is None:
         document["error"] = "no rung takes this call: the plan lists every rung's reason"
     if args.predict:
-        document["predictions"] = _predictions(plan, device, console)
+        document |= _predictions(plan, ask, algorithms.device_of(device), console)
     return document
 
 
 def _predictions(
-    plan: algorithms.Plan, device: algorithms.Device | str | None, console: Console
-) -> list[dict[str, Any]]:
-    from .lab import prediction
+    plan: algorithms.Plan,
+    ask: Callable[[], algorithms.Plan],
+    chip: algorithms.Device | torch.device,
+    console: Console,
+) -> dict[str, Any]:
+    """Of the plan and, where a pin decides it, of what `ask` gives without pins; which should win."""
+    from .lab import prediction, route
 
-    chip = algorithms.device_of(device)
     found = prediction.predictions(plan, chip) if isinstance(chip, algorithms.Device) else []
     console.say(*(prediction.text(found) or ["       no cuBLASLt algorithm to predict for"]))
-    return found
+    if not found or not route.takes_pin(plan):
+        return {"predictions": found, "predicted_comparison": None}
+    heuristic = _without_pins(ask)
+    instead = prediction.predictions(heuristic, chip)
+    if not instead:
+        console.say("       the heuristic has no algorithm to compare with")
+        return {"predictions": found, "predicted_comparison": None}
+    comparison = prediction.compare(plan, heuristic, found, instead)
+    console.say(
+        f"       the heuristic would take: {heuristic.algorithm}",
+        *prediction.text(instead),
+        f"       {comparison['text']}",
+    )
+    return {"predictions": [*found, *instead], "predicted_comparison": comparison}
+
+
+def _without_pins(ask: Callable[[], algorithms.Plan]) -> algorithms.Plan:
+    policy = algorithms.pin_policy()
+    algorithms.pin_policy("never")
+    try:
+        return ask()
+    finally:
+        algorithms.pin_policy(policy)
 
 
 def _size(text: str) -> int:

@@ -480,7 +480,7 @@ def gemm_a16w4(
     if torch.is_grad_enabled():
         refuse_gradient("gemm_a16w4", b_scale=b_scale, alpha=alpha)
         if x.requires_grad or _requires_grad(bias):
-            return _GemmA16W4.apply(x, bias, b, b_scale, alpha, out_dtype)
+            return _MixedGemm.apply(x, bias, b, b_scale, alpha, out_dtype, False)
     return _ops.gemm_a16w4(x, b, b_scale, alpha, bias, out_dtype)
 
 
@@ -493,24 +493,34 @@ def _(x, b, b_scale, alpha=None, bias=None, out_dtype=None):
     return x.new_empty((*x.shape[:-1], n), dtype=out_dtype or x.dtype)
 
 
-class _GemmA16W4(torch.autograd.Function):
-    """`gemm_a16w4` where x or bias requires grad."""
+class _MixedGemm(torch.autograd.Function):
+    """A product of one dense and one packed side where the dense one or bias requires grad.
+
+    transposed: `gemm_a4w16`, the same product with its sides swapped, else `gemm_a16w4`.
+    """
 
     @staticmethod
-    def forward(ctx, x, bias, b, b_scale, alpha, out_dtype):
-        ctx.save_for_backward(b, b_scale, alpha)
-        ctx.x_dtype = x.dtype
+    def forward(ctx, dense, bias, packed, scale, alpha, out_dtype, transposed):
+        ctx.save_for_backward(packed, scale, alpha)
+        ctx.dense_dtype, ctx.transposed = dense.dtype, transposed
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return _ops.gemm_a16w4(x, b, b_scale, alpha, bias, out_dtype)
+        if transposed:
+            return _ops.gemm_a4w16(packed, dense, scale, alpha, bias, out_dtype)
+        return _ops.gemm_a16w4(dense, packed, scale, alpha, bias, out_dtype)
 
     @staticmethod
     def backward(ctx, grad):
-        x_grad = bias_grad = None
+        dense_grad = bias_grad = None
         if ctx.needs_input_grad[0]:
-            x_grad = input_gradient(grad, *ctx.saved_tensors, ctx.x_dtype)
+            packed, scale, alpha = ctx.saved_tensors
+            rows = grad
+            if ctx.transposed:  # dYᵀ · (alpha · A), the rows of Y as its columns
+                rows = grad.reshape(_rows(grad), grad.shape[-1]).t()
+                packed = packed.reshape(_rows(packed), packed.shape[-1])
+            dense_grad = input_gradient(rows, packed, scale, alpha, ctx.dense_dtype)
         if ctx.needs_input_grad[1]:
             bias_grad = bias_gradient(grad, ctx.bias_dtype)
-        return x_grad, bias_grad, None, None, None, None
+        return dense_grad, bias_grad, None, None, None, None, None
 
 
 def gemm_a4w16(
@@ -536,7 +546,7 @@ def gemm_a4w16(
     if torch.is_grad_enabled():
         refuse_gradient("gemm_a4w16", a_scale=a_scale, alpha=alpha)
         if w.requires_grad or _requires_grad(bias):
-            return _GemmA4W16.apply(w, bias, a, a_scale, alpha, out_dtype)
+            return _MixedGemm.apply(w, bias, a, a_scale, alpha, out_dtype, True)
     return _ops.gemm_a4w16(a, w, a_scale, alpha, bias, out_dtype)
 
 
@@ -553,27 +563,3 @@ def _(a, w, a_scale, alpha=None, bias=None, out_dtype=None):
     _require_bias(bias, w.shape[0], a)
     check_out_dtype(out_dtype)
     return a.new_empty((*a.shape[:-1], w.shape[0]), dtype=out_dtype or w.dtype)
-
-
-class _GemmA4W16(torch.autograd.Function):
-    """`gemm_a4w16` where w or bias requires grad."""
-
-    @staticmethod
-    def forward(ctx, w, bias, a, a_scale, alpha, out_dtype):
-        ctx.save_for_backward(a, a_scale, alpha)
-        ctx.w_dtype = w.dtype
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        return _ops.gemm_a4w16(a, w, a_scale, alpha, bias, out_dtype)
-
-    @staticmethod
-    def backward(ctx, grad):
-        w_grad = bias_grad = None
-        if ctx.needs_input_grad[0]:
-            # w.grad = dYᵀ · (alpha · A): input_gradient's product with the rows as its columns.
-            a, a_scale, alpha = ctx.saved_tensors
-            rows = grad.reshape(_rows(grad), grad.shape[-1]).t()
-            packed = a.reshape(_rows(a), a.shape[-1])
-            w_grad = input_gradient(rows, packed, a_scale, alpha, ctx.w_dtype)
-        if ctx.needs_input_grad[1]:
-            bias_grad = bias_gradient(grad, ctx.bias_dtype)
-        return w_grad, bias_grad, None, None, None, None

@@ -50,6 +50,7 @@ from nvfp4_linear.grouped import grouped_gemm
 BLOCK = reference.BLOCK_SIZE
 E4M3 = torch.float8_e4m3fn
 SMALL_M = 32  # rows up to which gemm_small_m takes a packed b on CUDA
+DENSE_WEIGHT_ROWS = 17  # rows a group from which dense takes dense weights on a Hopper
 
 TILES = ("default", "explicit")
 ROWS = ("none", "gather", "scatter", "both", "k-padded-a", "k-padded-b")
@@ -198,6 +199,18 @@ def takes_packed_weights(case: Case, variant: Variant) -> bool:
     """What the grouped kernels for packed weights ask for; else the planner takes the general one."""
     weights = case.b == "nvfp4" and case.b_scale == "swizzled" and case.shape[2] % 32 == 0
     return weights and not variant.rows.startswith("k-padded")
+
+
+def takes_general(case: Case, variant: Variant) -> bool:
+    """Whether a ragged product is the general grouped kernel's, on the GPU that this runs on."""
+    if case.mode != "ragged" or variant.schedule not in ("default", "general"):
+        return False
+    if variant.schedule == "general" or variant.rows.startswith("k-padded"):
+        return True
+    rows = -(-case.shape[0] // case.groups)
+    if is_hopper() and case.b != "nvfp4" and rows >= DENSE_WEIGHT_ROWS:
+        return False  # dense's
+    return not takes_packed_weights(case, variant)
 
 
 def is_hopper() -> bool:

@@ -11,6 +11,7 @@ import re
 import socket
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,7 +36,8 @@ from bench.check import (
 )
 from bench.report import Record, Run
 from bench.timing import Samples, Variant, plan_calls, rotation_sets
-from nvfp4_linear import reference
+from nvfp4_linear import Plan, explain, reference
+from nvfp4_linear.algorithms import Device
 
 BENCH = Path(report.__file__).parent
 KEYS = {"case", "median_us", "limit_us", "of_limit", "vs_torch", "vs_compile"}
@@ -169,6 +171,36 @@ def test_a_failed_ladder_check_is_recorded_and_fails(tmp_path, monkeypatch):
     assert ladder_check.main(arguments) == 1
     rows = json.loads((tmp_path / "ladder.json").read_text())
     assert {row["passed"] for row in rows if row["case"].startswith("gemm 33x")} == {False}
+
+
+@pytest.mark.parametrize(("device", "passed"), [("cuda", False), ("cpu", None)])
+def test_pins_that_cannot_be_tried_fail_on_a_gpu(device, passed, monkeypatch):
+    class Fused:
+        def __init__(self, run, *shape):
+            self.shape = shape
+
+        def plan(self):
+            return Plan(*self.shape, "cuda:0", "emulated", "gemm_mid_m")
+
+    records = []
+    monkeypatch.setattr(ladder_check, "Ladder", Fused)
+    ladder_check.check_pins(SimpleNamespace(device=device, add=records.append), (64, 64, 64))
+    (record,) = records
+    assert record.extra["passed"] is passed
+    assert "got emulated, gemm_mid_m" in record.extra["note"]
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        ladder_check.PINNED,
+        ladder_check.QUICK_PINNED,
+        *((m, overhead.N, k) for m, k in overhead.CASES if k == overhead.DECODED_K),
+    ],
+)
+def test_what_is_to_go_through_cublaslt_is_no_fused_kernels_on_an_h200(shape):
+    plan = explain(*shape, device=Device((9, 0), 132))
+    assert plan.kernel not in ("gemm_small_m", "gemm_small_m_hopper", "gemm_mid_m")
 
 
 def test_byte_comparison_names_the_first_difference():
@@ -431,6 +463,21 @@ def test_session_goes_on_after_a_failure_and_packs(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["session.tar.gz", "summary.txt"]
 
 
+def test_initcheck_sees_every_part(tmp_path):
+    """What cuBLASLt's kernels wrote, left out, would count as never written: a section with them."""
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(f'#!/bin/sh\necho "$@" >>{tmp_path}/calls\n')
+    tool.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    sections = ("initcheck", "initcheck_cublaslt")
+    assert session(*sections, OUT=str(tmp_path / "out"), PATH=path).returncode == 0
+    without, whole = (tmp_path / "calls").read_text().splitlines()
+    parts = [call.split("--only ")[1].split() for call in (without, whole)]
+    assert sorted([*parts[0], *parts[1]]) == sorted(sanitize.PARTS)
+    assert parts[1] == ["decoded"]
+    assert "--kernel-name-exclude" in without and "--kernel-name-exclude" not in whole
+
+
 def test_scripts_never_change_the_gpus_settings():
     for path in [*BENCH.glob("*.py"), BENCH / "gpu_session.sh"]:
         text = path.read_text()
@@ -451,6 +498,29 @@ def test_quick_run_on_the_gpu(module, tmp_path):
     assert module.main(arguments) == 0
     (path,) = tmp_path.glob("*.json")
     assert json.loads(path.read_text())
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_warm_gemm_through_cublaslt_asks_no_heuristic(tmp_path):
+    torch.ops.nvfp4._control("clear")  # of what other tests have planned
+    arguments = [
+        "--device",
+        "cuda",
+        "--quick",
+        "--only",
+        "^gemm|first call",
+        "--out",
+        str(tmp_path),
+    ]
+    assert overhead.main(arguments) == 0
+    rows = {row["case"]: row for row in json.loads((tmp_path / "overhead.json").read_text())}
+    first = {case: row for case, row in rows.items() if "first call" in case}
+    assert {row["heuristic_queries"] for case, row in rows.items() if case not in first} == {0}
+    decoded = rows["gemm, m=64 n=256 k=272"]
+    assert "cublasLtMatmul" in decoded["kernel"], "the case no longer goes through cuBLASLt"
+    (asked,) = (row["heuristic_queries"] for case, row in first.items() if "k=272" in case)
+    assert asked >= len(overhead.FRESH_M), "or the count is no count"
 
 
 @pytest.mark.gpu

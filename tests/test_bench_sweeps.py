@@ -55,7 +55,7 @@ def test_every_case_is_swept_pinned_and_verified(run, tmp_path, capsys):
     (verified,) = data["verified"]
     assert verified["faster"] and verified["difference"] is None and verified["pins"] == 1
     page = (tmp_path / "double_sweep.md").read_text()
-    assert "TEST DOUBLE" in page and "| small FC2: 40 x 64 x 128 |" in page
+    assert "TEST DOUBLE" in page and "| gemm, small FC2: 40 x 64 x 128 |" in page
     assert "same bytes" in page and page.count("cluster 1x2x1") == 3
     for entry in data["sweeps"].values():
         assert len(entry["rounds"]) == 1 + len(entry["verdict"]["candidates"])
@@ -143,7 +143,7 @@ def test_time_that_is_up_leaves_sweeps_for_another_run(run, tmp_path, capsys):
 
 def test_the_cases_are_those_of_the_issue():
     dense = [case for case in sweeps.CASES if case.type == "bf16"]
-    assert len(dense) == 8 and all(case.verify for case in dense)
+    assert len(dense) == 8 and all("gemm" in case.verify for case in dense)
     assert (dense[0].m, dense[0].n, dense[0].k) == (37_810, 5_376, 14_336)
     assert (dense[1].m, dense[1].n, dense[1].k) == (37_810, 28_672, 5_376)
     assert sum(case.m <= 128 for case in dense) == 2
@@ -154,8 +154,8 @@ def test_chunks_of_gemm_are_swept_too_and_none_twice(monkeypatch):
     h200 = test_gate.Machine("/nowhere", algorithms.Device((9, 0), 132, name="H200"), False)
     found = test_gate.plan("emulated", 2816, 5376, {"rung": "cublaslt-heuristic"})
     monkeypatch.setattr(algorithms, "explain", lambda *a, **k: found)
-    case = sweeps.Case("FC2", "bf16", 37810, 5376, 14336, verify=True)
-    small = sweeps.Case("small", "bf16", 64, 5376, 14336, verify=True)
+    case = sweeps.Case("FC2", "bf16", 37810, 5376, 14336, verify=("gemm",))
+    small = sweeps.Case("small", "bf16", 64, 5376, 14336, verify=("gemm",))
     jobs = sweeps.jobs_of(h200, (case, small, small))
     assert [job.title for job in jobs] == [
         "FC2: bf16_37810x5376x14336",
@@ -172,7 +172,7 @@ def test_the_committed_book_has_every_case_its_page_and_its_pins():
         assert f"{case.type}_{case.m}x{case.n}x{case.k}" in book.data["sweeps"]
     assert sweeps.page(book.data) + "\n" == path.with_suffix(".md").read_text()
     assert read_rows(path.parent / "h200.pins") == book.pins()
-    assert len(book.data["verified"]) == sum(case.verify for case in sweeps.CASES)
+    assert len(book.data["verified"]) == sum(len(case.verify) for case in sweeps.CASES)
     for entry in book.data["verified"]:
         assert entry["difference"] is None and entry["itself"] is None
         assert entry["faster"] or not entry["pins"] or entry["dropped"]

@@ -1,6 +1,7 @@
 """A build that can't be: one line says why, the next what to do. No compiler is started."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -43,7 +44,7 @@ def test_torch_too_old(tmp_path):
 
 
 def fake_nvcc(tmp_path: Path, release: str) -> str:
-    """A CUDA_HOME whose nvcc knows little more than its version."""
+    """A CUDA_HOME whose nvcc knows little more than its version; it compiles to empty files."""
     home = tmp_path / "cuda"
     (home / "bin").mkdir(parents=True)
     (home / "include").mkdir()
@@ -53,10 +54,35 @@ def fake_nvcc(tmp_path: Path, release: str) -> str:
         "#!/bin/sh\n"
         f'case "$1" in --version) echo "Cuda compilation tools, release {release}, V{release}" ;;\n'
         '--list-gpu-code) echo "sm_75 sm_80 sm_90 sm_100 sm_120" ;;\n'
-        f'*) echo "#\\$ TOP={home}" >&2 ;; esac\n'
+        f'--dryrun) echo "#\\$ TOP={home}" >&2 ;;\n'
+        f"*) {COMPILES} ;; esac\n"
     )
     nvcc.chmod(0o755)
     return str(home)
+
+
+# Writes its command line beside an empty output, the word after -o.
+COMPILES = 'line="$*"; until [ "$1" = -o ]; do shift; done; echo "$line" >"$2.command"; : >"$2"'
+
+
+@pytest.mark.parametrize("archs, has", [("80", False), ("80;90a", True), ("90", False)])
+def test_the_kernels_for_hopper_are_there_where_their_architecture_is(tmp_path, archs, has):
+    """Only sm_90a has them: without it the ladder must not choose them, on whatever GPU."""
+    tree = tmp_path / "tree"  # a build of its own: objects of the real one stay
+    shutil.copytree(ROOT / "csrc", tree / "csrc")
+    for name in ("setup.py", "pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, tree)
+    cxx = tmp_path / "cxx"
+    cxx.write_text(f"#!/bin/sh\n{COMPILES}\n")
+    cxx.chmod(0o755)
+    environment = {"CUDA_HOME": fake_nvcc(tmp_path, "13.0"), "CXX": str(cxx)}
+    environment |= {"NVFP4_CUDA_ARCHS": archs, "NVFP4_EXTENSIONS": "_C"}
+    command = [sys.executable, "setup.py", "-q", "build_ext"]
+    command += ["--build-lib", str(tmp_path / "lib"), "--build-temp", str(tmp_path / "temp")]
+    subprocess.run(command, cwd=tree, env=os.environ | environment, check=True)
+    commands = {path.name: path.read_text() for path in tree.rglob("*.o.command")}
+    for name in ("ladder.cpp", "gemm_mid_m.cu"):
+        assert ("-DNVFP4_WITH_HOPPER" in commands[f"{name}.o.command"]) == has
 
 
 @pytest.mark.parametrize(

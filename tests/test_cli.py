@@ -9,14 +9,17 @@ import sys
 from importlib.util import find_spec
 
 import fake_cublaslt
+import lab_double
 import pytest
 import torch
+from helpers import cuda_missing
 from torch import nn
 
 from nvfp4_linear import algorithms, cli, demo, machine, reference
 from nvfp4_linear.console import CommandError, Console, table
 
 STUDY = (37810, 5376, 14336)
+STUDY_TEXT = tuple(map(str, STUDY))
 
 
 def run(capsys, *arguments):
@@ -145,6 +148,14 @@ def test_info_for_people(capsys, monkeypatch):
     assert "NVFP4_BACKED  set, but not a variable that is read" in out
 
 
+def test_info_says_which_pins_have_no_evidence(capsys):
+    row = algorithms.pin(algorithms.Algorithm(66, 23, 35), cc=(9, 0), type="bf16")
+    _, out, _ = run(capsys, "info")
+    assert algorithms.unpin(row)
+    assert "evidence: none, so policy validated skips it in a file" in out
+    assert out.count("evidence: ") == 2 and "evidence: GB10 study" in out
+
+
 def test_cublaslt_version_as_people_write_it():
     assert machine.cublaslt_version(130100) == "13.1.0"
     assert machine.cublaslt_version(131002) == "13.10.2"
@@ -166,17 +177,80 @@ def test_explain_on_the_cpu(capsys):
     assert all(rung in out for rung in algorithms.RUNGS)
 
 
-@pytest.mark.parametrize("cc, sms", [("12.1", 48), ("9.0", 132), ("8.0", 108)])
-def test_explain_a_chip_that_is_not_here(capsys, cc, sms):
+# Asks about several chips in one process that has loaded the double: [cc, sms, backend, arguments]
+# in, [exit status, document] out.
+ASK_THE_DOUBLE = """
+import contextlib, ctypes, io, json, os, sys
+from nvfp4_linear import cli
+double = ctypes.CDLL(os.environ["NVFP4_CUBLASLT_LIBRARY"])
+for cc, sms, backend, arguments in json.load(sys.stdin):
+    double.fake_configure(b"cc", cc.replace(".", "").encode())
+    os.environ["NVFP4_BACKEND"] = backend
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        status = cli.main(["explain", *arguments, "--cc", cc, "--sms", str(sms), "--json"])
+    print(json.dumps([status, json.loads(out.getvalue())]))
+"""
+
+
+def ask_the_double(questions, **environment):
+    done = subprocess.run(
+        [sys.executable, "-c", ASK_THE_DOUBLE],
+        input=json.dumps(questions),
+        capture_output=True,
+        text=True,
+        env={**os.environ, "NVFP4_CUBLASLT_LIBRARY": lab_double.build(), **environment},
+    )
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+# Every architecture that the kernels and cuBLASLt tell apart, and one that is not there yet: a chip
+# with it, and the rung of the study's FC2 where its cuBLASLt answers.
+CHIPS = {
+    "8.0": (108, "emulated"),
+    "8.9": (142, "emulated"),
+    "9.0": (132, "emulated"),
+    "10.0": (148, "cublaslt-heuristic"),
+    "10.3": (160, "cublaslt-heuristic"),
+    "11.0": (20, "cublaslt-heuristic"),
+    "12.0": (188, "cublaslt-heuristic"),
+    "12.1": (48, "cublaslt-pinned"),
+    "13.0": (200, "cublaslt-heuristic"),
+}
+
+
+@pytest.fixture(scope="module")
+def on_the_double():
+    """What the double of each chip's library says: {cc: (exit status, document)}."""
+    questions = [(cc, sms, "", STUDY_TEXT) for cc, (sms, _) in CHIPS.items()]
+    return dict(zip(CHIPS, ask_the_double(questions), strict=True))
+
+
+@pytest.mark.parametrize("cc", CHIPS)
+def test_explain_a_chip_that_is_not_here(capsys, on_the_double, cc):
+    sms, rung = CHIPS[cc]
+    if rung == "emulated" and not algorithms.build()["cuda"]:
+        rung = None  # a build without kernels has nothing for it
+    status, plan = on_the_double[cc]
+    assert (status == 0, plan["ok"], plan["rung"]) == (rung is not None, rung is not None, rung)
+    reasons = {refusal["rung"]: refusal["reason"] for refusal in plan["refusals"]}
+    assert list(reasons) == list(algorithms.RUNGS[: algorithms.RUNGS.index(rung) if rung else 4])
+    if rung != "cublaslt-pinned":
+        assert f"pin is for compute capability 12.1, found {cc} " in reasons["cublaslt-pinned"]
+    if "cublaslt-heuristic" in reasons:  # as it says on an H200
+        assert "CUBLAS_STATUS_NOT_SUPPORTED" in reasons["cublaslt-heuristic"]
+
     arguments = ("explain", *STUDY, "--cc", cc, "--sms", sms, "--bias", "--out-dtype", "float16")
     status, plan = run_json(capsys, *arguments)
-    assert status == 0 and plan["ok"] and plan["hypothetical"]
+    assert plan["hypothetical"] and status == (0 if plan["ok"] else 1)
     assert f"compute capability {cc}, {sms} multiprocessors" in plan["device"]
-    above = algorithms.RUNGS[: algorithms.RUNGS.index(plan["rung"])]
+    if not torch.cuda.is_available():  # cuBLASLt itself can't be asked: the rung below takes all
+        assert plan["rung"] == ("emulated" if algorithms.build()["cuda"] else None)
+    above = algorithms.RUNGS[: algorithms.RUNGS.index(plan["rung"])] if plan["rung"] else ()
     assert {refusal["rung"] for refusal in plan["refusals"]} >= set(above)
 
     status, out, _ = run(capsys, *arguments)
-    assert status == 0 and "not known here" in out
+    assert "not known here" in out
 
 
 def test_explain_takes_the_pin_where_cublaslt_accepts_it():
@@ -199,9 +273,10 @@ def test_explain_takes_the_pin_where_cublaslt_accepts_it():
 @pytest.mark.parametrize(
     ("shape", "chunk"),
     [
-        ((37824, 5376, 14336), 3200),  # 25 x 21 tiles on 132 SMs: 3.98 waves
-        ((2500, 5376, 14336), 2500),  # fits whole
-        ((37810, 28672, 5376), 5632),  # 44 x 69 tiles: 23 waves
+        ((37824, 5376, 14336), (3200, 5376)),  # 25 x 21 tiles on 132 SMs: 3.98 waves
+        ((2500, 5376, 14336), (2500, 5376)),  # fits whole
+        ((37810, 28672, 5376), (8448, 14336)),  # two halves; 66 x 56 tiles: 28 waves
+        ((4096, 8192, 28672), (1536, 2816)),  # three parts of up to 3200 columns
     ],
 )
 def test_chunks_of_decoded_operands_fill_waves_and_stay_in_the_budget(shape, chunk):
@@ -215,8 +290,166 @@ def test_chunks_of_decoded_operands_fill_waves_and_stay_in_the_budget(shape, chu
     )
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
-    assert plan["details"]["m_chunk"] == chunk
+    assert (plan["details"]["m_chunk"], plan["details"]["n_chunk"]) == chunk
     assert plan["workspace_bytes"] <= 256 << 20
+
+
+SMALL = ("64", "256", "256")  # too few tiles for the studied pin: the heuristic's
+
+
+def test_each_rung_can_be_forced_and_every_other_says_so():
+    """A rung that was forced and can't run is a refusal with its reason, whatever could."""
+    backends = algorithms.RUNGS
+    questions = [
+        ["12.1", 48, backend, shape] for backend in backends for shape in (STUDY_TEXT, SMALL)
+    ]
+    answers = ask_the_double(questions)
+    rungs = [document["rung"] for _, document in answers]
+    emulated = "emulated" if algorithms.build()["cuda"] else None
+    assert rungs == [
+        "cublaslt-pinned",
+        None,
+        *["cublaslt-heuristic"] * 2,
+        *[emulated] * 2,
+        None,
+        None,
+    ]
+    for (*_, backend, _), (status, document) in zip(questions, answers, strict=True):
+        reasons = {refusal["rung"]: refusal["reason"] for refusal in document["refusals"]}
+        assert (status == 0) == document["ok"] == (document["rung"] is not None)
+        by_force = f"NVFP4_BACKEND={backend} forces another rung"
+        if document["rung"] is None:
+            assert list(reasons) == list(algorithms.RUNGS) and document["kernel"] == "none"
+            assert all(
+                reasons[rung] == by_force for rung in algorithms.RUNGS[1:3] if rung != backend
+            )
+        elif backend == "emulated":
+            assert reasons == dict.fromkeys(algorithms.RUNGS[:2], by_force)
+        assert backend == "cpu" or by_force not in reasons.get(backend, "")
+    refused = answers[1][1]["refusals"]
+    assert refused[0]["reason"].startswith("pin's 128x128 tiles don't fill the chip: 2 for 48")
+    assert "the operands are on a GPU" in refused[-1]["reason"]
+
+
+def test_a_forced_rung_that_has_no_way_says_why():
+    """The double's heuristic refuses too, and the chip is too old for the emulated rung."""
+    heuristic, emulated = ask_the_double(
+        [["12.1", 48, "cublaslt-heuristic", SMALL], ["7.5", 68, "emulated", SMALL]],
+        LAB_DOUBLE="set:heuristic_status=15",
+    )
+    for status, document in (heuristic, emulated):
+        assert status == 1 and document["rung"] is None
+    assert "CUBLAS_STATUS_NOT_SUPPORTED" in heuristic[1]["refusals"][1]["reason"]
+    if algorithms.build()["cuda"]:
+        assert "needs compute capability >= 8.0, found 7.5" in emulated[1]["refusals"][2]["reason"]
+
+
+def test_a_call_on_the_cpu_with_a_forced_rung_is_refused_by_name_or_runs(monkeypatch):
+    data, scale = torch.ops.nvfp4.quantize(torch.ones(4, 32))
+    plain = torch.ops.nvfp4.gemm(data, data, scale, scale)
+    for rung in algorithms.RUNGS[:-1]:
+        monkeypatch.setenv("NVFP4_BACKEND", rung)
+        with pytest.raises((RuntimeError, ValueError), match=f"NVFP4_BACKEND={rung} needs CUDA"):
+            torch.ops.nvfp4.gemm(data, data, scale, scale)
+        assert algorithms.explain(4, 4, 32, device="cpu").rung is None
+    monkeypatch.setenv("NVFP4_BACKEND", "cpu")
+    assert torch.equal(torch.ops.nvfp4.gemm(data, data, scale, scale), plain)
+    assert algorithms.explain(4, 4, 32, device="cpu").rung == "cpu"
+    for call in (
+        lambda: torch.ops.nvfp4.gemm(data, data, scale, scale),
+        lambda: algorithms.explain(4, 4, 32, device="cpu"),
+        lambda: algorithms.explain(4, 4, 32, device=algorithms.Device((12, 1), 48)),
+    ):
+        monkeypatch.setenv("NVFP4_BACKEND", "cuda")
+        with pytest.raises((RuntimeError, ValueError), match=r"NVFP4_BACKEND must be .*'cuda'"):
+            call()
+
+
+REFUSED_CALLS = """
+import os, torch, nvfp4_linear
+x = torch.ones(64, 256, device="cuda")
+data, scale = torch.ops.nvfp4.quantize(x)
+calls = {
+    "gemm": lambda: torch.ops.nvfp4.gemm(data, data, scale, scale),
+    "gemm_a4w16": lambda: torch.ops.nvfp4.gemm_a4w16(data, x.bfloat16(), scale),
+}
+for rung, op in (("cublaslt-pinned", "gemm"), ("cublaslt-heuristic", "gemm"),
+                 ("emulated", "gemm_a4w16"), ("cpu", "gemm")):
+    os.environ["NVFP4_BACKEND"] = rung
+    try:
+        calls[op]()
+        print("it ran")
+    except RuntimeError as error:
+        print(" ".join(str(error).split()))
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(bool(cuda_missing()), reason=str(cuda_missing()))
+def test_a_call_on_the_gpu_that_its_forced_rung_refuses_lists_every_reason():
+    """The double refuses all that it is asked, so nothing of it is launched."""
+    rules = {"LAB_DOUBLE": "set:heuristic_status=15;check::refuse"}
+    done = subprocess.run(
+        [sys.executable, "-c", REFUSED_CALLS],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "NVFP4_CUBLASLT_LIBRARY": lab_double.build(), **rules},
+    )
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 4
+    for line in lines:
+        assert line.startswith("no backend takes this gemm")
+        assert all(f"{rung}: " in line for rung in algorithms.RUNGS)
+    assert "NVFP4_BACKEND=cublaslt-pinned forces another rung" in lines[0]
+    assert "CUBLAS_STATUS_NOT_SUPPORTED" in lines[1]
+    assert "needs cuBLASLt for a dense B" in lines[2]
+    assert "the operands are on a GPU" in lines[3]
+
+
+def explain_as_a_process(*arguments, **environment):
+    done = subprocess.run(
+        [sys.executable, "-m", "nvfp4_linear", "explain", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "NVFP4_CUBLASLT_LIBRARY": lab_double.build(), **environment},
+    )
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    return done.stdout
+
+
+def test_explain_predicts_why_the_pin_should_beat_the_heuristic():
+    """The study's two algorithms, as the double answers: no measurement, and called none."""
+    arguments = (4096, *STUDY[1:], "--cc", "12.1", "--sms", 48, "--predict")
+    document = json.loads(explain_as_a_process(*arguments, "--json"))
+    assert document["rung"] == "cublaslt-pinned" and document["algorithm"]["split_k"] == 1
+    assert {one["basis"] for one in document["predictions"]} == {"prediction"}
+    orders = {
+        rung: [one["order"] for one in document["predictions"] if one["rung"] == rung]
+        for rung in ("cublaslt-pinned", "cublaslt-heuristic")
+    }
+    assert "grouped:8" in orders["cublaslt-pinned"]
+    assert orders["cublaslt-heuristic"] == ["stream-k-tail", "stream-k"]
+    comparison = document["predicted_comparison"]
+    assert comparison["basis"] == "prediction" and comparison["faster"] == "pinned"
+    assert comparison["heuristic"]["algorithm"]["split_k"] == -2
+    pinned, heuristic = (comparison[arm]["miss_bytes"] for arm in ("pinned", "heuristic"))
+    assert pinned[0] < heuristic[0] / 4 and pinned[1] <= heuristic[1]
+
+    text = explain_as_a_process(*arguments)
+    assert "the heuristic would take: id 70, tile 20, stages 37, split_k -2" in text
+    assert text.count("predicted, not measured, ") == sum(map(len, orders.values()))
+    (line,) = (line for line in text.splitlines() if "a prediction:" in line)
+    assert "a prediction: the pinned algorithm should be faster" in line
+    assert "0.206 to 1.272 GB" in line and "1.012 to 1.272 GB" in line
+
+
+def test_explain_predicts_the_heuristic_alone_where_no_pin_is_taken():
+    arguments = (512, 512, 1024, "--cc", "12.1", "--sms", 48, "--predict", "--json")
+    document = json.loads(explain_as_a_process(*arguments))
+    assert document["rung"] == "cublaslt-heuristic"
+    assert {one["rung"] for one in document["predictions"]} == {"cublaslt-heuristic"}
+    assert document["predicted_comparison"] is None
 
 
 def test_explain_weight_only(capsys):
@@ -225,6 +458,15 @@ def test_explain_weight_only(capsys):
     )
     assert status == 0 and plan["rung"] == "emulated"
     assert "dense" in plan["refusals"][0]["reason"]
+
+
+def test_explain_a_dense_weight(capsys, monkeypatch):
+    arguments = ("explain", 64, 64, 64, "--cc", "9.0", "--sms", 132, "--weight", "float16")
+    monkeypatch.setenv("NVFP4_BACKEND", "emulated")
+    status, plan = run_json(capsys, *arguments)
+    assert status == 1 and plan["rung"] is None
+    reason = plan["refusals"][2]["reason"]
+    assert "needs cuBLASLt for a dense B" in reason or "no CUDA kernels" in reason
 
 
 def test_explain_where_no_rung_takes_the_call(capsys):

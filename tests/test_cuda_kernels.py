@@ -11,7 +11,7 @@ import torch
 from compare import assert_same_bytes
 from helpers import cuda_missing, poison
 
-from nvfp4_linear import reference
+from nvfp4_linear import Plan, explain, reference
 
 ops = torch.ops.nvfp4
 pytestmark = [
@@ -152,3 +152,42 @@ def test_a_kernel_reads_what_the_one_ahead_wrote(m):
         graph.replay()
         torch.cuda.synchronize()
         assert_same_bytes(replayed, waited, "replayed")
+
+
+def decoded_workspaces(plan: Plan) -> int:
+    """What a gemm through cuBLASLt allocates: both sides decoded, and what its algorithm asks for."""
+    return 2 + (plan.details["plan"]["workspace_bytes"] > 0)
+
+
+@pytest.mark.parametrize("op", ["gemm", "gemm_a16w4"])
+@pytest.mark.parametrize("m", [1, 16, 32, 33, 64, 256, 2048, 2100])
+def test_a_warm_call_allocates_its_output_and_its_workspace(op, m):
+    """By the counters of torch's allocator; what is asked for is the output and what `explain` says."""
+    n, k, calls = 264, 512, 10
+    b, b_scale, _ = operand(n, k, seed=1)
+    a, a_scale, _ = operand(m, k, seed=2)
+    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+    packed = [t.cuda() for t in (a, b, a_scale, b_scale)]
+    run = {
+        "gemm": lambda: ops.gemm(*packed, ALPHA),
+        "gemm_a16w4": lambda: ops.gemm_a16w4(x, packed[1], packed[3], ALPHA),
+    }[op]
+    plan = explain(m, n, k, activation="nvfp4" if op == "gemm" else "bfloat16")
+    for _ in range(2):  # plans, and the allocator has blocks to give again
+        run()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()
+    for _ in range(calls):
+        run()
+    torch.cuda.synchronize()
+    after = torch.cuda.memory_stats()
+
+    def of_a_call(counter: str) -> float:
+        return (after[counter] - before[counter]) / calls
+
+    workspaces = min(plan.workspace_bytes, 1)
+    if plan.rung == "emulated" and "cublasLtMatmul" in plan.kernel:
+        workspaces = decoded_workspaces(plan) - (op == "gemm_a16w4")
+    assert of_a_call("num_device_alloc") == 0
+    assert 1 <= of_a_call("allocation.all.allocated") <= 1 + workspaces
+    assert of_a_call("requested_bytes.all.allocated") <= m * n * 2 + plan.workspace_bytes

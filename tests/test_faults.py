@@ -14,6 +14,7 @@ from helpers import poison
 from torch import nn
 
 from nvfp4_linear import Nvfp4Linear, Nvfp4Tensor, ops, reference, swap_linears
+from nvfp4_linear.grouped import grouped_gemm
 
 raw = torch.ops.nvfp4
 E4M3 = torch.float8_e4m3fn
@@ -357,23 +358,91 @@ def test_24_outputs_do_not_depend_on_padding(device):
     assert_same_bytes(ops.dequantize(a, stale), ops.dequantize(a, a_scale))
 
 
+GUARD = 0x5A
+
+
+def guards_of(size, count, device):
+    return [torch.full((size,), GUARD, dtype=torch.uint8, device=device) for _ in range(count)]
+
+
 @pytest.mark.parametrize("swizzled", [True, False])
-def test_26_nothing_is_written_behind_the_scales(swizzled):
+def test_26_nothing_is_written_behind_the_scales(device, swizzled):
     """M = 1025, K = 512. The op allocates its scales: what lies behind them in memory stays put."""
     x = dense(1025, 512)
+    data, expected = reference.quantize(x, swizzled=swizzled)
+    x = x.to(device)
     _, scale = ops.quantize(x, swizzled=swizzled)
-    expected = reference.quantize(x, swizzled=swizzled)[1]
     assert_same_bytes(scale, expected)
     size = 1025 * 32 if not swizzled else 1152 * 32
     assert scale.numel() == scale.untyped_storage().nbytes() == size
-    # Buffers with guards behind them, handed out by malloc in turn: none is touched.
-    guards = [torch.full((size,), 0x5A, dtype=torch.uint8) for _ in range(16)]
-    made = []
-    for i in range(0, 16, 2):
-        guards[i] = None
-        made.append(ops.quantize(x, swizzled=swizzled)[1])
-    assert all((g == 0x5A).all() for g in guards if g is not None)
-    assert all(torch.equal(bits(s), bits(expected)) for s in made)
+    for made_of, right in enumerate((data, expected)):
+        # Buffers with guards behind them, handed out by the allocator in turn: none is touched.
+        guards = guards_of(right.numel(), 16, device)
+        freed = {guards[i].data_ptr() for i in range(0, 16, 2)}
+        made = []
+        for i in range(0, 16, 2):
+            guards[i] = None
+            made.append(ops.quantize(x, swizzled=swizzled)[made_of])
+        assert all((g == GUARD).all() for g in guards if g is not None)
+        for tensor in made:
+            assert_same_bytes(tensor, right)
+        if device == "cuda":  # torch's allocator gives what was freed last again, where it fits
+            assert freed & {tensor.data_ptr() for tensor in made}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+@pytest.mark.parametrize(("m", "n", "k"), [(5, 24, 48), (33, 136, 96), (129, 72, 272)])
+def test_26_nothing_is_written_round_operands_and_results(device, m, n, k):
+    """Operands cut from the middle of blocks of torch's allocator, and guards round the results."""
+
+    def between_guards(tensor):
+        edge = 256  # bytes, as the allocator aligns
+        raw = tensor.contiguous().view(torch.uint8).reshape(-1)
+        block = torch.full((raw.numel() + 2 * edge,), GUARD, dtype=torch.uint8, device=device)
+        block[edge : edge + raw.numel()] = raw.to(device)
+        blocks.append((block, edge, raw))
+        return block[edge : edge + raw.numel()].view(tensor.dtype).view(tensor.shape)
+
+    blocks = []
+    x = dense(m, k)
+    (a, a_scale), (b, b_scale) = (reference.quantize(dense(r, k, seed=r)) for r in (m, n))
+    linear = reference.quantize(x, swizzled=False)[1]
+    offs, index = torch.tensor([2, m - 1], dtype=torch.int32), torch.arange(m, dtype=torch.int32)
+    stack, stack_scale = (torch.stack([t.view(torch.uint8)] * 2) for t in (b, b_scale))
+    x, a, a_scale, b, b_scale, linear, offs, index, stack, stack_scale = map(
+        between_guards,
+        (x, a, a_scale, b, b_scale, linear, offs, index, stack, stack_scale.view(E4M3)),
+    )
+    calls = (
+        lambda: ops.quantize(x),
+        lambda: ops.swiglu_quantize(x[:, : k // 32 * 32]),
+        lambda: ops.dequantize(a, a_scale),
+        lambda: ops.swizzle_scales(linear),
+        lambda: ops.global_scale(x),
+        lambda: ops.gemm(a, b, a_scale, b_scale),
+        lambda: ops.gemm_a16w4(x, b, b_scale),
+        lambda: ops.gemm_a4w16(a, x, a_scale),
+        lambda: grouped_gemm(x, stack, None, stack_scale, offs, gather=index, scatter=index),
+    )
+    for call in calls:
+        results = call()
+        results = results if isinstance(results, tuple) else (results,)
+        sizes = [r.untyped_storage().nbytes() for r in results]
+        rings = [guards_of(size, 9, device) for size in sizes]
+        for ring in rings:
+            ring[1::2] = [None] * 4
+        again = [call() for _ in range(4)]
+        for guards in rings:
+            assert all((g == GUARD).all() for g in guards if g is not None)
+        for got in again:
+            got = got if isinstance(got, tuple) else (got,)
+            for one, other in zip(got, results, strict=True):
+                assert_same_bytes(one, other)
+    for block, edge, raw in blocks:
+        assert torch.equal(block[edge:-edge].cpu(), raw)
+        assert (block[:edge] == GUARD).all()
+        assert (block[-edge:] == GUARD).all()
 
 
 # --- 31, 32: orientation and K

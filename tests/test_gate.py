@@ -17,7 +17,7 @@ import lab_double
 import pytest
 import torch
 
-from bench import video_transformer
+from bench import traffic, video_transformer
 from bench.report import RESULTS
 from bench.video_transformer import Config, VideoTransformer
 from nvfp4_linear import algorithms, cli
@@ -82,7 +82,7 @@ class Scripted:
         self.now += self.extra
         return self.gemm(arms.Operands.produce(fc2, gate_up))
 
-    def describe(self, m, n, k):
+    def describe(self, m, n, k, weight="nvfp4"):
         algorithm = {"id": 70, "tile": 20, "stages": 37, "split_k": 1, "reduction": 0, "swizzle": 0,
                      "custom": 0, "inner": 0, "cluster": 0}  # fmt: skip
         if self.arm == gate.HEURISTIC:
@@ -298,6 +298,8 @@ def test_the_default_sizes_are_the_studys():
     config = Config()
     assert (config.tokens, config.hidden, config.ffn) == (study.M, study.N, study.K)
     assert config.blocks == 50 and config.head_dim == 128
+    assert traffic.CANONICAL.m == study.PADDED_M
+    assert study.PADDED_M % 64 == 0 and -(-study.PADDED_M // 128) == -(-study.M // 128)
     assert gate.Ladder() == gate.Ladder(20, (0, 24, 49), (2, 12))
 
 
@@ -331,11 +333,16 @@ def test_the_report_has_the_studys_rows_with_the_machines_figures(climb):
     ):
         assert row in text, row
     assert "Not comparable" not in text and "TEST DOUBLE" not in text
+    assert (
+        "Rows: the study's producer pads M = 37,810 to 37,824, so its GEMM has 0.04 % more of them, in "
+        "as many tiles; here M stays 37,810."
+    ) in text
 
 
 def test_what_was_not_reached_or_is_another_experiment_is_called_that(climb):
     data = climb(Scripted(cost=(1.0, 1.0)))
     text = gate_report.markdown(data, canonical=True)
+    assert "Rows: " not in text  # of other sizes altogether
     assert "| whole block 49 | 458.054 → 417.364 ms, 1.097x | not run |" in text
     assert "the sizes are not the study's; the model has 3 blocks" in text
     assert "the times are a test double's" in text and "TEST DOUBLE" in text
@@ -481,6 +488,29 @@ def plan(rung, m_chunk=0, n_chunk=0, inner=None):
     return algorithms.Plan(1, 1, 1, "cuda:0", rung, "kernel", details=details)
 
 
+def test_a_dense_weight_is_what_gemm_a4w16_is_given(monkeypatch):
+    """Both the problems behind it and the arms' call and description."""
+    h200 = Machine("/nowhere", Device((9, 0), 132, name="cuda:0 NVIDIA H200"), test_double=False)
+    asked = []
+
+    def explain(m, n, k, *, weight, **options):
+        asked.append(weight)
+        return plan("emulated", m, n, {"rung": "cublaslt-heuristic"})
+
+    monkeypatch.setattr(algorithms, "explain", explain)
+    (problem,) = route.problems_behind(h200, 64, 96, 128, "bfloat16")
+    assert (problem["type"], problem["m"], problem["n"], problem["k"]) == ("bf16", 64, 96, 128)
+    both = arms.OpsArms(h200, [])
+    both.describe(64, 96, 128, "bfloat16")
+    assert asked == ["bfloat16", "bfloat16"]
+    x, weight = (torch.randn(rows, 128).bfloat16() for rows in (64, 96))
+    packed, alpha = torch.ops.nvfp4.quantize(x), torch.tensor(0.5)
+    operands = arms.Operands(packed[0], packed[1], weight, None, alpha)
+    assert operands.shape == (64, 96, 128)
+    expected = torch.ops.nvfp4.gemm_a4w16(packed[0], weight, packed[1], alpha)
+    assert torch.equal(both.gemm(operands), expected)
+
+
 def test_the_problems_behind_a_gemm_are_its_chunks_on_the_emulated_rung(monkeypatch):
     h200 = Machine("/nowhere", Device((9, 0), 132, name="cuda:0 NVIDIA H200"), test_double=False)
     found = plan("emulated", 2816, 5376, {"rung": "cublaslt-heuristic"})
@@ -557,6 +587,20 @@ def test_the_whole_ladder_with_the_double(double, tmp_path, monkeypatch, capsys)
     assert "isolated GEMM: the outputs differ: 1 of 2,560 elements, the first at (39, 63)" in (
         captured.err
     )
+
+
+@pytest.mark.slow
+def test_the_one_command_for_a_gb10_needs_no_pin_file(double, tmp_path, monkeypatch, capsys):
+    """The built-in pin is gated: here on a chip that a single of its tiles fills."""
+    monkeypatch.chdir(tmp_path)
+    double("set:heuristic_answers=70:20:37:-2:4194304;run:split_k=-2:slow=20000")
+    status = command("--canonical", *TINY, "--cc", "12.1", "--sms", 1)
+    out = capsys.readouterr().out
+    assert status == 0, out
+    data = json.loads((tmp_path / "gate.json").read_text())
+    assert data["arms"]["pinned"]["evidence"].startswith("GB10 study")
+    assert "| algorithm id / tile id / stages id | 70 / 20 (`128x128`) / 37 (`256xAUTO`) |" in out
+    assert "GB10, the study" in out and "TEST DOUBLE" in out and "Not comparable" in out
 
 
 def test_a_command_that_can_not_start_says_what_is_missing(double, tmp_path, monkeypatch, capsys):

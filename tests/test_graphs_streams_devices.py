@@ -9,7 +9,7 @@ from compare import assert_same_bytes
 from helpers import cuda_missing, poison
 from torch import nn
 
-from nvfp4_linear import Nvfp4Linear, ops
+from nvfp4_linear import Nvfp4Linear, explain, ops
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,8 +20,10 @@ needs_two_gpus = pytest.mark.skipif(
 )
 
 N, K = 264, 512
-# A kernel each: few rows of A, tens to hundreds, and decoded operands through cuBLASLt.
-ROWS = [1, 16, 33, 64, 130, 256, 600]
+# A kernel each: few rows of A, tens to thousands, and decoded operands through cuBLASLt: on a Hopper
+# only beyond the rows that a fused kernel takes.
+DECODED_ROWS = 2100
+ROWS = [1, 16, 33, 64, 130, 256, 600, DECODED_ROWS]
 OPS = [
     "quantize",
     "swiglu_quantize",
@@ -81,6 +83,11 @@ class Problem:
         with torch.inference_mode():
             result = calls[op]()
         return result if isinstance(result, tuple) else (result,)
+
+
+def test_the_rows_reach_cublaslt():
+    kernel = explain(DECODED_ROWS, N, K, bias_dtype=torch.float32).kernel
+    assert "cublasLtMatmul" in kernel, f"{DECODED_ROWS} rows are {kernel}'s by now: take more"
 
 
 @pytest.mark.parametrize("m", ROWS)
@@ -152,7 +159,7 @@ def run_in_threads(problems: list[Problem], rounds: int) -> list[list[tuple[torc
 
 
 def test_threads_share_the_planner():
-    problems = [Problem(m, "cuda") for m in (16, 64, 256, 600)]
+    problems = [Problem(m, "cuda") for m in (16, 64, 256, DECODED_ROWS)]
     expected = [[p.run(op) for op in OPS] for p in problems]
     torch.cuda.synchronize()
     for got, wanted in zip(run_in_threads(problems, 10), expected, strict=True):
@@ -176,7 +183,7 @@ def test_the_second_gpu_gives_the_bytes_of_the_first(m):
 
 @needs_two_gpus
 def test_both_gpus_at_once_from_two_threads():
-    problems = [Problem(m, f"cuda:{i}") for m in (16, 256, 600) for i in (0, 1)]
+    problems = [Problem(m, f"cuda:{i}") for m in (16, 256, DECODED_ROWS) for i in (0, 1)]
     results = run_in_threads(problems, 10)
     for i in range(0, len(problems), 2):
         for xs, ys in zip(results[i], results[i + 1], strict=True):
@@ -185,9 +192,10 @@ def test_both_gpus_at_once_from_two_threads():
 
 
 @needs_two_gpus
+@pytest.mark.parametrize("m", [33, DECODED_ROWS])
 @pytest.mark.parametrize("op", OPS)
-def test_a_graph_on_the_second_gpu(op):
-    p = Problem(33, "cuda:1")
+def test_a_graph_on_the_second_gpu(op, m):
+    p = Problem(m, "cuda:1")
     with torch.cuda.device(1):
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):

@@ -373,6 +373,42 @@ def test_out_of_range_on_the_cpu():
             p.call()
 
 
+HOSTILE_SLICES = [
+    [40, 96, 72],  # no multiples of 16
+    [64, 32, 96],  # decreasing
+    [16, 112, 1 << 30],  # beyond K
+    [-(1 << 31), (1 << 31) - 1, -7],
+    [95, 17, 95],
+]
+
+
+def slices_of(ends: list[int], k: int) -> list[tuple[int, int]]:
+    """Both ends inside K and down to a block, and nothing between ends that decrease."""
+    inside = [min(max(end, 0), k) // 16 * 16 for end in ends]
+    return [(b, max(b, e)) for b, e in zip([0, *inside[:-1]], inside, strict=True)]
+
+
+def slice_alone(p: Problem, e: int, begin: int, end: int, device: str) -> torch.Tensor:
+    """Group e as the second of two, its slice named rightly."""
+    one = Problem(p.a, p.b, [begin, end], p.alpha[[e, e]], p.bias[[e, e]], p.options)
+    return one.call(device)[1]
+
+
+@pytest.mark.parametrize("offs", HOSTILE_SLICES)
+def test_slices_out_of_range_on_the_cpu(offs):
+    p = ragged_k("linear", "swizzled", 5, 8, [16, 0, 48], 96, seed=7)
+    p.offs = offs
+    with pytest.raises(ValueError, match=r"offs\[\d\] must be a multiple of 16 in"):
+        p.call()
+
+
+def test_a_slice_alone():
+    """What a GPU's hostile slices are compared with is right where nothing is hostile."""
+    p = ragged_k("linear", "swizzled", 5, 8, [16, 0, 48], 96, seed=7)
+    alone = [slice_alone(p, e, *s, "cpu") for e, s in enumerate(slices_of(p.offs, 96))]
+    assert_same_bytes(torch.stack(alone), p.call())
+
+
 needs_cuda = pytest.mark.skipif(cuda_missing() is not None, reason=str(cuda_missing()))
 
 
@@ -401,6 +437,23 @@ def test_out_of_range_on_a_gpu(monkeypatch, kernel):
             p.offs = offs
             p.call(device)
         torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("offs", HOSTILE_SLICES)
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [("swizzled", "linear"), ("bfloat16", "swizzled"), ("linear", "float16"), ("float16",) * 2],
+)
+def test_slices_out_of_range_on_a_gpu(a, b, offs):
+    """Nothing outside K is read, and a group is the product of what its two offsets leave."""
+    p = ragged_k(a, b, 37, 136, [16, 0, 48], 96, seed=7)
+    p.offs = offs
+    poison("cuda")
+    y = p.call("cuda")
+    alone = [slice_alone(p, e, *s, "cuda") for e, s in enumerate(slices_of(offs, 96))]
+    assert_same_bytes(y, torch.stack(alone))
 
 
 @pytest.mark.gpu

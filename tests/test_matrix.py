@@ -6,6 +6,7 @@ Python as a replaced method, in the tile planner as a device whose shared memory
 """
 
 import json
+import re
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from test_kernels_on_cpu import TESTS, compile_cxx
 from nvfp4_linear import Nvfp4Tensor, ops
 from nvfp4_linear.grouped import grouped_gemm
 
+RECORDS = TESTS.parent / "bench" / "results" / "matrix" / "h200.json"
 NAMES = [case.name for case in CASES]
 BY_NAME = {case.name: case for case in CASES}
 
@@ -103,6 +105,18 @@ def test_records(tmp_path, monkeypatch, capsys):
     assert record["skipped"] == sum(record["skip_rules"].values())
 
 
+def test_the_committed_records_are_of_this_matrix(monkeypatch):
+    """Of an H200, that is: made again whenever cases, axes or rules change (gpu_session's matrix)."""
+    monkeypatch.setattr(matrix, "cuda_missing", lambda: None)
+    monkeypatch.setattr(matrix, "is_hopper", lambda: True)
+    monkeypatch.setattr(matrix, "run_variant", lambda *_: None)
+    records = [matrix.run(case).record() for case in CASES]
+    committed = json.loads(RECORDS.read_text())
+    assert [r["case"] for r in committed] == [r["case"] for r in records]
+    assert [r["collected"] for r in committed] == [r["collected"] for r in records]
+    assert committed == records
+
+
 def test_a_failure_is_the_exit_status(monkeypatch, capsys):
     def fails(*_):
         raise AssertionError("wrong")
@@ -151,6 +165,7 @@ class Control:
     switch_on: Callable[[pytest.MonkeyPatch], None]
     fails: Callable[[Case, Variant], bool]
     backends: tuple[str, ...] = ("cpu", "cuda")
+    error: str = ""  # a pattern of how each of them fails
 
 
 def moves(*rows: str) -> Callable[[Case, Variant], bool]:
@@ -168,25 +183,26 @@ def repacks(case: Case, variant: Variant) -> bool:
     return case.mode == "axes" and across
 
 
+def has_a_capped_default(case: Case, variant: Variant) -> bool:
+    """Whether a default of gemm_small_m that is over without its cap, or any of the general kernel."""
+    long = case.name == "plain-decode-long-k" or matrix.takes_general(case, variant)
+    return long and variant.tile == "default"
+
+
 CONTROLS = [
     Control("gather-ignored", in_extension("gather-ignored"), moves("gather", "both")),
     Control("scatter-ignored", in_extension("scatter-ignored"), moves("scatter", "both")),
     # gather leaves two rows in no group, scatter drops two
-    Control(
-        "rows-not-zeroed",
-        in_extension("rows-not-zeroed"),
-        moves("gather", "scatter", "both"),
-        ("cpu",),
-    ),
-    Control(
-        "stale-padding", in_extension("stale-padding"), moves("k-padded-a", "k-padded-b"), ("cpu",)
-    ),
-    # A host that caps no tile: launches that no GPU can run.
+    Control("rows-not-zeroed", in_extension("rows-not-zeroed"), moves("gather", "scatter", "both")),
+    Control("stale-padding", in_extension("stale-padding"), moves("k-padded-a", "k-padded-b")),
+    # A host that caps no tile: launches that no GPU can run. Where there is none, the planners'
+    # answers are held to every GPU's memory below.
     Control(
         "planner-uncapped",
         in_extension("planner-uncapped"),
-        lambda case, v: case.name == "plain-decode-long-k" and v.tile == "default",
+        has_a_capped_default,
         ("cuda",),
+        r"failed: cudaError",
     ),
     # A transposed operand: b wherever it is packed, and what is decoded across its rows.
     Control("no-axis-swapped", axes_not_swapped("packed_dim", "block_dim"), transposes),
@@ -199,19 +215,29 @@ CONTROLS = [
 def test_the_matrix_sees(device, control, monkeypatch):
     if device not in control.backends:
         pytest.skip(f"{control.name} is a fault of {control.backends[0]} alone")
-    expected, failed = set(), set()
+    expected, failed = set(), {}
     try:
         control.switch_on(monkeypatch)
         for case in CASES:
-            outcome = matrix.run(case, (device,))
-            failed |= {(case.name, variant) for variant in outcome.failures}
+            failures = matrix.run(case, (device,)).failures
+            failed |= {(case.name, variant): error for variant, error in failures.items()}
             executed = [v for v in matrix.expand((device,)) if not matrix.rule_for(case, v)]
             expected |= {(case.name, v) for v in executed if control.fails(case, v)}
     finally:
         torch.ops.nvfp4._control("fault none")
     assert expected
-    unseen, unexpected = expected - failed, failed - expected
+    unseen, unexpected = expected - failed.keys(), failed.keys() - expected
     assert (unseen, unexpected) == (set(), set())
+    assert [error for error in failed.values() if not re.search(control.error, error)] == []
+
+
+def test_the_studys_cases_depend_on_the_planners_cap():
+    """By the rules alone, wherever this runs: each has variants that an uncapped default fails."""
+    for name in ("ragged-256-bf16-weight", "ragged-256-fp16-weight", "ragged-256-bf16-activation"):
+        case = BY_NAME[name]
+        fails = [v for v in matrix.expand(("cuda",)) if has_a_capped_default(case, v)]
+        assert {v.rows for v in fails} == set(matrix.ROWS)
+        assert {v.tile for v in fails} == {"default"}
 
 
 def test_structure_tells_a_wrong_axis_and_numbers_tell_wrong_bytes(monkeypatch):
@@ -242,26 +268,36 @@ GPUS = {
     "H200": (132, 232448, 8),
     "GB10": (48, 101376, 8),
 }
+SYSTEM_BYTES = 1024  # of shared memory, a resident block: a multiprocessor has room for one more
 SMALL_M_CASES = [case for case in CASES if matrix.takes_small_m(case)]
 
 
 @pytest.fixture(scope="module")
 def planner(tmp_path_factory):
-    """plan(how, gpu, shape, *tile) → the answer's words."""
+    """ask(*words) → the answer's words."""
     program = tmp_path_factory.mktemp("planner") / "explicit_tile"
     compile_cxx(TESTS / "explicit_tile.cpp", "-o", program)
 
-    def plan(how, gpu, shape, *tile):
-        words = " ".join(map(str, (how, *GPUS[gpu], *shape, *tile)))
-        done = subprocess.run([program], input=words, capture_output=True, text=True, check=True)
+    def ask(*words):
+        request = " ".join(map(str, words))
+        done = subprocess.run([program], input=request, capture_output=True, text=True, check=True)
         return done.stdout.split()
 
-    return plan
+    return ask
+
+
+def small_m(planner, how, gpu, shape, *tile):
+    return planner("small_m", how, *GPUS[gpu], *shape, *tile)
+
+
+def general(planner, how, gpu, *stages):
+    _, shared, _ = GPUS[gpu]
+    return planner("general", how, shared, shared + SYSTEM_BYTES, *stages)
 
 
 def plans(planner, how, gpu, shape):
     """(strips, k_warps, cluster, chunks, segment, blocks, bytes)."""
-    word, *numbers = planner(how, gpu, shape)
+    word, *numbers = small_m(planner, how, gpu, shape)
     assert word == "plan"
     return list(map(int, numbers))
 
@@ -291,9 +327,9 @@ def test_an_explicit_tile_is_obeyed(planner, gpu):
     for case in SMALL_M_CASES:
         # The planner's own tile, given: the same plan to the last number.
         default = plans(planner, "default", gpu, case.shape)
-        answer = planner("explicit", gpu, case.shape, *default[:3])
+        answer = small_m(planner, "explicit", gpu, case.shape, *default[:3])
         assert answer == ["plan", *map(str, default)]
-        answer = planner("explicit", gpu, case.shape, *given)
+        answer = small_m(planner, "explicit", gpu, case.shape, *given)
         assert answer[:4] == ["plan", *map(str, given)]
 
 
@@ -317,14 +353,60 @@ def test_an_explicit_tile_is_obeyed(planner, gpu):
     ],
 )
 def test_an_explicit_tile_that_cannot_fit_is_refused(planner, gpu, tile, message):
-    word, *said = planner("explicit", gpu, (32, 64, 24576), *tile)
+    word, *said = small_m(planner, "explicit", gpu, (32, 64, 24576), *tile)
     assert word == "refused"
     assert message in " ".join(said)
 
 
 def test_an_explicit_tile_with_idle_warps_is_refused(planner):
-    said = " ".join(planner("explicit", "H200", (5, 136, 80), 2, 4, 1))
+    said = " ".join(small_m(planner, "explicit", "H200", (5, 136, 80), 2, 4, 1))
     assert "k = 80 has 1 chunks of 128, too few for cluster = 1 times k_warps = 4" in said
+
+
+# Of the general grouped kernel: stages, blocks a multiprocessor, bytes.
+GENERAL = {
+    "A100": (3, 1, 104448),
+    "RTX 4090": (2, 1, 73728),
+    "H200": (3, 2, 104448),
+    "GB10": (2, 1, 73728),
+}
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_a_default_ring_fits_and_is_never_refused(planner, gpu):
+    word, *plan = general(planner, "default", gpu)
+    assert (word, tuple(map(int, plan))) == ("plan", GENERAL[gpu])
+    assert fits(gpu, tuple(map(int, plan)))
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_without_its_cap_no_gpu_holds_the_ring(planner, gpu):
+    """The negative control of the one above, by the switch that the kernel's host code asks."""
+    word, *plan = general(planner, "uncapped", gpu)
+    assert word == "plan"
+    assert not fits(gpu, list(map(int, plan)))
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_explicit_stages_are_obeyed_or_refused(planner, gpu):
+    given = int(matrix.EXPLICIT_TILE.split("stages=")[1])
+    assert general(planner, "explicit", gpu, given)[:2] == ["plan", str(given)]
+    stages, *_ = GENERAL[gpu]
+    assert general(planner, "explicit", gpu, stages) == ["plan", *map(str, GENERAL[gpu])]
+    for stages, total in ((99, 3250176), (1, 73728), (-3, 73728)):
+        word, *said = general(planner, "explicit", gpu, stages)
+        assert word == "refused"
+        assert " ".join(said) == (
+            f"grouped_gemm: the explicit tile needs 6144 + max({stages} (at least 2) * 32768, 67584 "
+            f"for sums) = {total} bytes of shared memory a block, this GPU has {GPUS[gpu][1]}: take "
+            "a smaller one, or leave it to the planner"
+        )
+
+
+def test_a_deeper_ring_is_obeyed_where_it_fits(planner):
+    """An explicit choice is not the planner's to cap: six stages, one block a multiprocessor."""
+    assert general(planner, "explicit", "H200", 6) == ["plan", "6", "1", str(6144 + 6 * 32768)]
+    assert general(planner, "explicit", "H200", 7)[0] == "refused"
 
 
 @pytest.mark.gpu

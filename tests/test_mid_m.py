@@ -95,7 +95,10 @@ class Problem:
 )
 @pytest.mark.parametrize("kind", ["packed", torch.bfloat16, torch.float16], ids=str)
 def test_products(kind, n, k):
-    """Every tile of rows, ragged sizes, tiles in one piece and in many; every output and bias."""
+    """Every tile of rows, ragged sizes, tiles in one piece and in many; every output and bias.
+
+    Fewer rows of the smallest n are gemm_small_m_hopper's, in slices.
+    """
     for i, m in enumerate((65, 96, 128, 129, 192, 200, 256, 257, 300, 384, 385, 512)):
         p = Problem(m, n, k, kind)
         out_dtype = list(SPACING)[i % 3]
@@ -189,3 +192,5 @@ def test_a_nan_scale_stays_in_its_row(kind, m):
 @needs_hopper
 def test_the_plan_says_so():
     assert "gemm_mid_m" in explain(256, 5376, 14336).kernel
+    for m, kernel in ((64, "gemm_small_m_hopper"), (65, "gemm_mid_m")):
+        assert explain(m, 1024, 4096).kernel == kernel

@@ -124,20 +124,24 @@ def test_modelopt_policy_for_small_blocks(modelopt, quantize):
     assert torch.equal(peer_codes[same_scale], expected[same_scale])
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_modelopt_policy_for_non_finite(modelopt, quantize, bad):
-    """Its scale saturates on Inf, which then reads as finite; NaN marks the block as here."""
+def check_saturates_on_infinity(peer, quantize, bad):
+    """The peer's scale saturates on Inf, which then reads as finite; NaN marks the block as here."""
     x = make_input("normal", 2, 32, torch.float32)
     x[0, 3] = bad
     g = torch.tensor(1.0)
     data, scale = quantize(x, g)
-    peer_data, peer_scale = modelopt(x, g)
+    peer_data, peer_scale = peer(x, g)
     assert scale[0, 0] == 0x7F
     assert peer_scale[0, 0] == (0x7F if bad != bad else 0x7E)
     scale[0, 0] = peer_scale[0, 0]
     assert_same_bytes(scale, peer_scale, "other blocks' scales")
     assert_same_bytes(data[:, 8:], peer_data[:, 8:], "other blocks' data")
     assert_same_bytes(data[1], peer_data[1], "other blocks' data")
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_modelopt_policy_for_non_finite(modelopt, quantize, bad):
+    check_saturates_on_infinity(modelopt, quantize, bad)
 
 
 def test_modelopt_reads_these_bytes(modelopt, quantize):
@@ -216,18 +220,7 @@ def test_comfy_policy_for_small_blocks(comfy, quantize):
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_comfy_policy_for_non_finite(comfy, quantize, bad):
-    """As ModelOpt's."""
-    x = make_input("normal", 2, 32, torch.float32)
-    x[0, 3] = bad
-    g = torch.tensor(1.0)
-    data, scale = quantize(x, g)
-    peer_data, peer_scale = comfy(x, g)
-    assert scale[0, 0] == 0x7F
-    assert peer_scale[0, 0] == (0x7F if bad != bad else 0x7E)
-    scale[0, 0] = peer_scale[0, 0]
-    assert_same_bytes(scale, peer_scale, "other blocks' scales")
-    assert_same_bytes(data[:, 8:], peer_data[:, 8:], "other blocks' data")
-    assert_same_bytes(data[1], peer_data[1], "other blocks' data")
+    check_saturates_on_infinity(comfy, quantize, bad)
 
 
 # --- torchao: a reciprocal, and a floor under the scale

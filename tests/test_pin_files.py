@@ -3,12 +3,14 @@ its line number and its reason. What is refused pins nothing, harms nothing and 
 what is stale is kept out of every plan, and `explain`'s refusals say why.
 """
 
+import json
 import os
 import random
 import re
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import fake_cublaslt
 import numpy as np
@@ -189,6 +191,52 @@ def test_a_file_that_cannot_be_read_is_an_os_error(tmp_path):
     assert algorithms.pins() == before
 
 
+def import_with_pins(path):
+    """stderr of an import with NVFP4_PINS, which has 60 s and 4 GB of address space over its own."""
+    code = """
+import resource, torch
+from pathlib import Path
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (4 << 30), resource.RLIM_INFINITY))
+import nvfp4_linear
+print(len(nvfp4_linear.algorithms.pins()))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "NVFP4_PINS": str(path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+    return done.stderr
+
+
+def test_what_is_no_regular_file_is_refused_and_not_read(tmp_path):
+    """A device has no end and a FIFO nobody writes to has no beginning; both say size 0."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    for path in (Path("/dev/zero"), fifo):
+        said = import_with_pins(path)
+        assert f"NVFP4_PINS ignored: {path} is not a regular file, so no pin file" in said
+
+
+def test_no_more_is_read_than_a_pin_file_can_have(tmp_path, monkeypatch):
+    """Whatever size it says: as of a file that grows while it is read."""
+    path = tmp_path / "p"
+    path.write_bytes(b"#" * ((1 << 20) + 4096))
+    real = os.fstat
+
+    def small(file):
+        values = list(real(file))
+        values[6] = 0  # st_size
+        return os.stat_result(values)
+
+    monkeypatch.setattr(os, "fstat", small)
+    with pytest.raises(ValueError, match="has more than 1,048,576 bytes, the most of a pin file"):
+        algorithms.load_pins(path)
+
+
 def test_text_junk_within_the_limit_is_refused_line_by_line(tmp_path):
     """A megabyte of words: every line has its reason, none costs more than the others."""
     generator = random.Random(2)
@@ -330,6 +378,61 @@ def test_a_row_of_another_library_or_chip_is_not_applied_and_explain_says_so(lin
     pinned = [text for rung, text in plan.refusals if rung == "cublaslt-pinned"]
     assert f"{reason} (m=130, n=64, k=128)" in pinned
     assert all(call["algo"][1] != 23 for call in gemm.fake.calls("cublasLtMatmulAlgoCheck"))
+
+
+WITHOUT_EVIDENCE = LINE.partition("evidence=")[0] + "evidence="
+
+
+@pytest.mark.parametrize("line", [WITHOUT_EVIDENCE, WITHOUT_EVIDENCE + "  ", WITHOUT_EVIDENCE[:-9]])
+def test_policy_validated_skips_a_files_row_without_evidence_and_says_so(line):
+    gemm = Gemm()
+    row = lt.Pin.parse(line)
+    row.from_file = True
+    gemm.planner.pin(row)
+    plan = gemm.run()
+    assert plan.rung == "cublaslt-heuristic"
+    (reason, _) = [text for rung, text in plan.refusals if rung == "cublaslt-pinned"]
+    assert reason.startswith("pin has no evidence, which policy validated asks of a pin file's row")
+    assert all(call["algo"][1] != 23 for call in gemm.fake.calls("cublasLtMatmulAlgoCheck"))
+    gemm.planner.policy = "always"
+    assert gemm.run().algorithm["tile"] == 23
+
+
+def test_who_pins_by_hand_vouches_for_the_pin():
+    gemm = Gemm()
+    gemm.pin(WITHOUT_EVIDENCE)
+    assert gemm.run().rung == "cublaslt-pinned"
+
+
+def test_explain_says_of_a_loaded_row_that_it_has_no_evidence(tmp_path):
+    """As a user meets it: the file in the environment, each policy, then the same row by hand."""
+    code = """
+import json
+from nvfp4_linear import algorithms
+found = []
+def ask():
+    plan = algorithms.explain(130, 64, 128, device=algorithms.Device((12, 1), 48))
+    found.append([plan.rung, [refusal.reason for refusal in plan.refusals]])
+ask()
+algorithms.pin_policy("always")
+ask()
+algorithms.pin_policy("validated")
+algorithms.pin(algorithms.pins()[0])
+ask()
+print(json.dumps(found))
+"""
+    environment = {"NVFP4_PINS": str(write(tmp_path / "p", WITHOUT_EVIDENCE)),
+                   "NVFP4_CUBLASLT_LIBRARY": fake_cublaslt.Fake().path}  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    validated, always, by_hand = json.loads(done.stdout)
+    assert validated[0] == "cublaslt-heuristic" and "pin has no evidence" in validated[1][0]
+    assert always == by_hand == ["cublaslt-pinned", []]
 
 
 @pytest.mark.parametrize(

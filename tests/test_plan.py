@@ -345,6 +345,19 @@ def test_the_heuristic_is_told_workspace_and_alignment(fake, planner):
     assert call["preference"] == {"1": 12345, "5": 32, "6": 32, "7": 32, "8": 32}
 
 
+def test_heuristic_queries_are_counted_and_a_plan_hit_makes_none(fake, planner):
+    planner.policy = "never"
+    for _ in range(3):
+        planner.plan(problem())
+    assert planner.heuristic_queries == len(fake.calls("cublasLtMatmulAlgoGetHeuristic")) == 1
+    planner.plan(problem(m=M + 128))
+    planner.heuristic(problem(), 4)
+    assert planner.heuristic_queries == len(fake.calls("cublasLtMatmulAlgoGetHeuristic")) == 3
+    planner.policy = "validated"  # plans are made anew, and a pin takes this one
+    assert planner.plan(problem()).rung == "cublaslt-pinned"
+    assert planner.heuristic_queries == 3
+
+
 def test_the_heuristics_first_usable_answer_is_taken_with_all_nine_attributes(fake, planner):
     fake.configure(check_status=NOT_SUPPORTED)
     plan = planner.plan(problem(workspace_limit=1 << 26))

@@ -690,23 +690,24 @@ def test_neighbours_are_in_range_unique_and_in_a_fixed_order(whole_space):
     assert (8, 8) not in shapes and (768, 64) not in shapes
 
 
-def test_the_whole_range_is_every_id_tile_stages_and_cluster(whole_space):
+def test_the_whole_range_is_the_neighbours_then_every_id_tile_stages_and_cluster(whole_space):
     ranges = candidates.Ranges((4, 5, 6), (35, 36), (0, 2))
     own = {66: {"tile_ids": [], "stages_ids": []}, 7: {"tile_ids": [1, 2], "stages_ids": [3]}}
-    seeds = [Algorithm(66, 20, 35, swizzle=2, inner=1, cluster=3)]
-    found = list(candidates.exhaustive(seeds, ranges, own))
-    assert len(found) == candidates.exhaustive_count(ranges, own) == 3 * 2 * 2 + 2
-    new = [c for c in found if c.id == 66]
-    assert {(c.tile, c.stages, c.cluster) for c in new} == set(
-        itertools.product((4, 5, 6), (35, 36), (0, 2))
-    )
-    assert all((c.swizzle, c.inner, c.split_k) == (2, 1, 1) for c in new)
-    assert [(c.tile, c.stages, c.cluster) for c in found if c.id == 7] == [
-        (1, 3, None),
-        (2, 3, None),
-    ]
+    seeds = [Algorithm(66, 4, 35, swizzle=2, inner=1, cluster=2), Algorithm(67, 5, 36, cluster=0)]
+    ids = (66, 67)
+    found = list(candidates.exhaustive(seeds, ranges, ids, own))
+    near = list(candidates.neighbourhood(seeds, ranges, ids))
+    assert found[: len(near)] == near  # what is likeliest is asked first
+    assert len(found) == len(set(found)) == candidates.exhaustive_count(seeds, ranges, ids, own)
+    assert not set(seeds) & set(found)
+    every = {
+        Algorithm(66, tile, stages, swizzle=2, inner=1, cluster=cluster)
+        for tile, stages, cluster in itertools.product((4, 5, 6), (35, 36), (0, 2))
+    }
+    every |= {Algorithm(7, tile, 3) for tile in (1, 2)}
+    assert {*seeds, *near, *every} == {*seeds, *found}
     everything = candidates.Ranges.of(130100)
-    assert candidates.exhaustive_count(everything, {66: {}}) == 634 * 36 * 51
+    assert candidates.exhaustive_count([], everything, (), {66: {}}) == 634 * 36 * 51
 
 
 def test_an_exhaustive_sweep_checks_the_whole_range(tmp_path):
@@ -715,11 +716,37 @@ def test_an_exhaustive_sweep_checks_the_whole_range(tmp_path):
     result = scripted(tmp_path / "s.json", opened, options)
     first = result.data["generations"][0]
     assert set(first["capabilities"]) == {"70", "1"}
-    assert first["checked"] == first["total"] == len(first["seeds"]) + 3 * 3 * 7 + 1
+    assert first["checked"] == first["total"] == len(set(opened.asked[: first["total"]]))
     asked = {(a.tile, a.stages, a.cluster) for a in opened.asked if a.id == 70}
     assert asked >= set(itertools.product(*RANGES_OF))
     assert result.winner is not None
     assert "the whole range" in report.markdown(result)
+
+
+def test_an_exhaustive_sweep_asks_all_that_a_sweep_without_it_asks(tmp_path):
+    """Custom options, swizzles and split-K of the seeds too; and the bar counts what is asked."""
+
+    bars = []
+
+    class Recording(Console):
+        def progress(self, items, what, total=None):
+            bars.append((what, total))
+            return items
+
+    def asked_first(path, options):
+        opened = Scripted(fast)
+        problem = sweep.make_problem(opened.machine, *SHAPE)
+        result = sweep.sweep(opened, problem, options, path, Recording())
+        return set(opened.asked[: result.data["generations"][0]["total"]])
+
+    default = asked_first(tmp_path / "s.json", QUICK)
+    options = sweep.Options(rounds=5, exhaustive=True, finalists=2, budget_s=None)
+    bars.clear()
+    whole = asked_first(tmp_path / "t.json", options)
+    assert default < whole
+    assert bars[0] == (f"AlgoCheck, {len(whole):,} candidates", 1)  # one batch
+    for change in ({"custom": 7}, {"swizzle": 2}, {"split_k": 4, "reduction": 2}):
+        assert sweep.from_dict({**sweep.asdict(Scripted.heuristic_first), **change}) in whole
 
 
 def test_seeds_are_the_answers_then_without_split_k_then_the_studys(whole_space):
@@ -751,6 +778,7 @@ candidates.Ranges.of = lambda version: candidates.Ranges((4, 5, 9), tuple(range(
 machine = find_machine()
 sweep.CHECK_BATCH = 16
 sweep.SAVE_S = 0
+{hold}
 with Session(machine) as session:
     problem = sweep.make_problem(machine, *{shape!r})
     sweep.sweep(session, problem, sweep.Options(rounds=30, finalists=2, budget_s=2), Path({path!r}),
@@ -758,8 +786,9 @@ with Session(machine) as session:
 """
 
 
-def start(path):
-    code = PROGRAM.format(tests=str(Path(__file__).parent), shape=SHAPE, path=str(path))
+def start(path, hold=""):
+    tests = str(Path(__file__).parent)
+    code = PROGRAM.format(tests=tests, shape=SHAPE, path=str(path), hold=hold)
     return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
 
 
@@ -767,10 +796,30 @@ def read(path):
     return json.loads(path.read_text()) if path.exists() else None
 
 
+# Stays in the first question, in the middle of the first save, and in the settled rounds.
+HOLD_QUESTION = """
+def heuristic(self, *_):
+    while True:
+        self.version()
+Session.heuristic = heuristic
+"""
+HOLD_SAVE = "import time; sweep.os.replace = lambda *_: time.sleep(600)"
+HOLD_SETTLED = """
+def settled(self, *arguments, measure=Session.settled):
+    Path({marker!r}).touch()
+    while True:
+        measure(self, *arguments)
+Session.settled = settled
+"""
+
+# (what holds the sweep there, how far its file says that it is)
 STAGES = {
-    "checking": lambda d: d["generations"] and d["generations"][0]["checked"] > 60,
-    "screening": lambda d: len(d["screened"]) > 3,
-    "final": lambda d: d["final"] and len(d["final"]["rounds"]) > 1,
+    "asking": (HOLD_QUESTION, None),
+    "saving": (HOLD_SAVE, None),
+    "checking": ("", lambda d: d["generations"] and d["generations"][0]["checked"] > 60),
+    "screening": ("", lambda d: len(d["screened"]) > 3),
+    "final": ("", lambda d: d["final"] and len(d["final"]["rounds"]) > 1),
+    "settled": (HOLD_SETTLED, lambda d: len(d["final"]["rounds"]) == 30),
 }
 
 
@@ -780,17 +829,30 @@ def test_killed_at_any_moment_the_file_is_usable_no_process_is_left_and_it_resum
 ):
     """One sweep, killed in each of its stages in turn; then it finishes from where it stood."""
     double()
-    path = tmp_path / "s.json"
+    path, partial, marker = (tmp_path / name for name in ("s.json", "s.json.part", "settled"))
     before = None
-    for reached in STAGES.values():
-        process = start(path)
-        wait_for(lambda: process.poll() is not None or ((data := read(path)) and reached(data)))  # noqa: B023
+
+    def there(stage, process):
+        if stage == "asking":
+            return children_of(process.pid)
+        if stage == "saving":
+            return partial.exists()
+        if stage == "settled" and not marker.exists():
+            return False
+        return (data := read(path)) and STAGES[stage][1](data)
+
+    for stage, (hold, _) in STAGES.items():
+        process = start(path, hold.format(marker=str(marker)))
+        wait_for(lambda: process.poll() is not None or there(stage, process))  # noqa: B023
         assert process.poll() is None, process.stderr.read()
         children = children_of(process.pid)
         assert children and all(map(alive, children))
         process.send_signal(signal.SIGKILL)
         process.wait()
         wait_for(lambda: not any(map(alive, children)), seconds=10)  # noqa: B023
+        if stage in ("asking", "saving"):  # nothing, not half of a file
+            assert not path.exists()
+            continue
         data = sweep.Result.read(path).data  # whole, and of the right format
         assert not data["finished"]
         if before is not None:  # nothing that was done is done again
@@ -810,7 +872,8 @@ def test_killed_at_any_moment_the_file_is_usable_no_process_is_left_and_it_resum
         answered = sum(generation["refused"].values()) + len(generation["accepted"])
         assert answered <= generation["checked"] == generation["total"]
     assert data["screened"][: len(before["screened"])] == before["screened"]
-    assert len(data["final"]["rounds"]) == 30
+    assert len(data["final"]["rounds"]) == 30 and data["final"] == before["final"]
+    assert len(data["settled"][0]["rounds"]) == sweep.SETTLED_ROUNDS
     seen = [tuple(e["algorithm"].values()) for e in data["screened"]]
     assert len(seen) == len(set(seen))
 
@@ -1001,7 +1064,7 @@ def test_inexact_pins_are_asked_for_by_name_and_say_so(script, tmp_path, quick, 
     (b"# my notes\n", "line 1 is a comment, which rewriting would lose"),
     (b"id=1\n", "line 1: a pin needs "),
     (b"\xff\xfe", "is not a pin file"),
-    (b"x" * (2 << 20), "is larger than a pin file can be"),
+    (b"x" * (2 << 20), "has 2,097,152 bytes, a pin file at most 1,048,576"),
 ])  # fmt: skip
 def test_a_pin_file_that_cannot_be_kept_whole_is_not_rewritten(
     script, tmp_path, quick, capsys, content, message
@@ -1012,6 +1075,13 @@ def test_a_pin_file_that_cannot_be_kept_whole_is_not_rewritten(
     assert command(*quick, "--pin", pins) == 1
     assert message in capsys.readouterr().err
     assert pins.read_bytes() == content
+
+
+def test_a_pin_file_that_is_no_regular_file_is_not_read(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(CommandError, match="is not a regular file"):
+        promote.read_rows(tmp_path / "fifo")
+    assert promote.read_rows(tmp_path / "absent") == []
 
 
 def test_without_matplotlib_the_plot_is_left_out_with_a_remedy(
@@ -1116,6 +1186,26 @@ def test_explain_predicts_traffic_and_calls_it_a_prediction(monkeypatch):
         assert one["hit_rate"] == pytest.approx(rate, abs=0.001)
         (line,) = prediction.text([one])
         assert f"predicted, not measured, {order}: L2 hit rate {rate:.1%}" in line
+
+
+@pytest.mark.parametrize("pinned, heuristic, faster, words", [
+    ((1, 4), (3, 9), "pinned", "the pinned algorithm should be faster; L2 misses read 1.000 to 4.000"),
+    ((3, 4), (3, 5), "pinned", "3.000 to 4.000 GB with the pin, 3.000 to 5.000 GB with the heuristic's"),
+    ((3, 9), (1, 4), "heuristic", "the heuristic's algorithm should be faster"),
+    ((1, 4), (1, 4), None, "the model sees no difference"),
+    ((1, 9), (2, 4), None, "the model can't tell: it depends on the order"),
+])  # fmt: skip
+def test_a_prediction_decides_only_where_every_order_agrees(pinned, heuristic, faster, words):
+    """Both ends of the spread have to be no worse."""
+
+    def arm(ends):
+        return [{"miss_bytes": end * 10**9, "order": "row-major"} for end in ends]
+
+    plans = [planned(Algorithm(70, 20, 37, split_k)) for split_k in (1, -2)]
+    found = prediction.compare(*plans, arm(pinned), arm(heuristic))
+    assert found["faster"] == faster and found["basis"] == "prediction"
+    assert found["pinned"]["miss_bytes"] == [end * 10**9 for end in pinned]
+    assert found["text"].startswith("a prediction: ") and words in found["text"]
 
 
 def test_a_tile_is_turned_to_our_side():

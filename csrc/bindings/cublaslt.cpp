@@ -250,6 +250,7 @@ void bind_values(py::module_& m) {
            "version_max"_a = lt::Pin{}.version_max, "m_min"_a = 1, "m_max"_a = 0, "n"_a = 0,
            "k"_a = 0, "fills_chip"_a = false, "evidence"_a = "")
       .def_static("parse", &lt::parse_pin, "text"_a)
+      .def_readwrite("from_file", &lt::Pin::from_file)
       .def("as_dict", [](const lt::Pin& self) { return to_dict(self); })
       .def("__eq__", [](const lt::Pin& a, const lt::Pin& b) { return a == b; })
       .def("__str__", [](const lt::Pin& self) { return lt::to_text(self); });
@@ -330,6 +331,7 @@ void bind_planner(py::module_& m) {
             self.set_policy(lt::parse_policy(text));
           })
       .def_property_readonly("library", &library_dict)
+      .def_property_readonly("heuristic_queries", &lt::Planner::heuristic_queries)
       .def(
           "check",
           [](lt::Planner& self, const lt::Problem& problem, const lt::Algorithm& algorithm) {

@@ -18,7 +18,6 @@
 #include <vector>
 
 #include "../check.h"
-#include "../faults_for_tests.h"
 #include "floats.h"
 #include "parallel.h"
 
@@ -398,7 +397,7 @@ void gemm(const GemmParams& p) {
 void grouped_gemm(const GroupedGemmParams& p) {
   check_groups(p);
   const int64_t out_bytes = bytes_of(p.out_type);
-  if (!p.ragged_k && !has_fault(Fault::kRowsNotZeroed)) {
+  if (!p.ragged_k && !p.rows_not_zeroed) {
     std::memset(p.out, 0, static_cast<size_t>(p.m * p.n * out_bytes));
   }
   std::vector<Product> products;
@@ -418,7 +417,7 @@ void grouped_gemm(const GroupedGemmParams& p) {
       product.m = p.m;
       product.k_begin = begin;
       product.k = size;
-      if (has_fault(Fault::kStalePadding)) {
+      if (p.stale_padding) {
         constexpr int64_t kScaleTile = kTileCols * kBlockSize;
         product.k = std::min(round_up(p.offs[e], kScaleTile), p.k) - begin;
       }

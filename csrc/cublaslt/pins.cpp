@@ -174,6 +174,12 @@ Match match(const Pin& pin, const Problem& problem, size_t version, PinPolicy po
     const Match device = device_match(pin, problem.device, version);
     if (!device.reason.empty()) return device;
   }
+  const bool evident = pin.evidence.find_first_not_of(" \t") != std::string::npos;
+  if (policy == PinPolicy::kValidated && pin.from_file && !evident) {
+    return {false,
+            "pin has no evidence, which policy validated asks of a pin file's row: sweep and gate "
+            "find it, policy always takes the row without"};
+  }
   int rows, columns;
   if (pin.fills_chip && tile_shape(pin.algorithm.tile, &rows, &columns)) {
     const int64_t tiles = ceil_div(problem.n, rows) * ceil_div(problem.m, columns);

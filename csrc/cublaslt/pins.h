@@ -28,13 +28,16 @@ struct Pin {
   // leaves multiprocessors idle, and the heuristic knows better.
   bool fills_chip = false;
   std::string evidence;
+  // A row of a pin file, which has to bring its evidence; who pins by hand vouches for the pin. Not
+  // in its text, and equal pins may differ in it.
+  bool from_file = false;
 
   bool operator==(const Pin& other) const;
 };
 
 enum class PinPolicy {
   kValidated,  // rows with evidence for this chip
-  kAlways,     // and the study's row on every chip with FP4 tensor cores (cc >= 10)
+  kAlways,     // and without, and the study's row on every chip with FP4 tensor cores (cc >= 10)
   kNever
 };
 

@@ -6,6 +6,7 @@
 #include <map>
 #include <mutex>
 #include <stdexcept>
+#include <unordered_map>
 
 #include "faults.h"
 #include "operation.h"
@@ -40,6 +41,17 @@ Key key_of(const Problem& p) {
           static_cast<int64_t>(p.workspace_limit),
           p.skip_pins};
 }
+
+struct Hash {
+  size_t operator()(const Key& key) const {
+    uint64_t hash = 0;
+    for (const int64_t number : key) {
+      hash = (hash ^ static_cast<uint64_t>(number)) * 0x9E3779B97F4A7C15u;
+      hash ^= hash >> 32;
+    }
+    return hash;
+  }
+};
 
 std::string multiple_of(const char* what, int64_t value, int64_t unit) {
   return std::string(what) + " = " + std::to_string(value) + " is not a multiple of " +
@@ -114,10 +126,11 @@ struct Planner::State {
   std::mutex mutex;
   Loaded loaded;
   PinPolicy policy;
+  int64_t heuristic_queries = 0;
   std::vector<Pin> user_pins;  // newest first
   std::map<int, Handle> handles;
-  std::map<Key, std::shared_ptr<const Plan>> plans;
-  std::map<Key, std::vector<Retired>> retired;
+  std::unordered_map<Key, std::shared_ptr<const Plan>, Hash> plans;
+  std::unordered_map<Key, std::vector<Retired>, Hash> retired;
 
   // Why no rung can take this problem; empty where one may. `*transient` where asking again later
   // may get another answer.
@@ -188,6 +201,7 @@ struct Planner::State {
   void ask_heuristic(const Operation& operation, const Problem& problem, const Key& key,
                      Plan* plan) {
     std::string reason;
+    ++heuristic_queries;
     for (const Answer& answer : operation.heuristic(kHeuristicAnswers, &reason)) {
       const std::string* launch = retirement(key, answer.algorithm);
       if (answer.ok() && !launch) return take(plan, kHeuristicRung, answer);
@@ -323,7 +337,9 @@ std::vector<Answer> Planner::heuristic(const Problem& problem, int count, std::s
     throw std::invalid_argument("count must be at least 1, got " + std::to_string(count));
   std::lock_guard<std::mutex> lock(state_->mutex);
   try {
-    return state_->operation(problem).heuristic(count, reason);
+    const Operation operation = state_->operation(problem);
+    ++state_->heuristic_queries;
+    return operation.heuristic(count, reason);
   } catch (const CallFailed& failure) {
     *reason = failure.what();
     return {};
@@ -348,6 +364,11 @@ Capabilities Planner::capabilities(const Problem& problem, int algorithm_id, std
     *reason = failure.what();
     return {};
   }
+}
+
+int64_t Planner::heuristic_queries() const {
+  std::lock_guard<std::mutex> lock(state_->mutex);
+  return state_->heuristic_queries;
 }
 
 const std::string& Planner::unavailable() const { return state_->loaded.reason; }

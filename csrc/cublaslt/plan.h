@@ -96,6 +96,8 @@ class Planner {
   std::vector<int> algorithm_ids(const Problem& problem, std::string* reason);
   Capabilities capabilities(const Problem& problem, int algorithm_id, std::string* reason);
 
+  int64_t heuristic_queries() const;  // ever made; a plan that is there makes none
+
   const std::string& unavailable() const;  // why there is no cuBLASLt; empty where there is
   size_t version() const;                  // cublasLtGetVersion, 0 where unavailable
   const std::string& path() const;

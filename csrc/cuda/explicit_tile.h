@@ -1,11 +1,12 @@
 // A tile that somebody chose, in the stead of a planner's default: it is obeyed, or refused with
 // its arithmetic, and never altered. A default is capped until it fits and is never refused for it.
 //
-// Host code, no CUDA: tests/explicit_tile.cpp holds it to plan_small_m.
+// Host code, no CUDA: tests/explicit_tile.cpp holds it to plan_small_m and plan_general.
 #pragma once
 
 #include "../check.h"
 #include "../faults_for_tests.h"
+#include "grouped_general_plan.h"
 #include "small_m_plan.h"
 
 namespace nvfp4::cuda {
@@ -52,6 +53,24 @@ inline SmallMPlan explicit_small_m(int64_t m, int64_t n, int64_t k, const Explic
   const int64_t strips = (n + kTileRows - 1) / kTileRows * kTileStrips;
   p.blocks = (strips + p.strips - 1) / p.strips * p.cluster;
   return p;
+}
+
+// plan_general's counterpart for a given number of stages.
+inline GeneralPlan explicit_general(int stages, const GeneralDevice& device) {
+  const bool fits = stages >= kLeastStages && general_bytes(stages) <= device.shared_per_block;
+  check_shared(fits, "grouped_gemm", general_bytes(stages), device.shared_per_block,
+               kGeneralFixedBytes, " + max(", stages, " (at least ", kLeastStages, ") * ",
+               kGeneralStageBytes, ", ", kGeneralSumsBytes, " for sums)");
+  return general_with(stages, device);
+}
+
+// The planner's own stages, unless a test says otherwise.
+inline GeneralPlan choose_general(const GeneralDevice& device) {
+  if (const int stages = explicit_tile.load(std::memory_order_relaxed).stages) {
+    return explicit_general(stages, device);
+  }
+  if (has_fault(Fault::kPlannerUncapped)) return general_with(kUncappedStages, device);
+  return plan_general(device);
 }
 
 }  // namespace nvfp4::cuda

@@ -1,7 +1,6 @@
 #include "gemm.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <stdexcept>
 #include <vector>
 
@@ -45,18 +44,6 @@ GemmRequest request_of(const GemmParams& p) {
   return r;
 }
 
-// Device memory for the length of a call; torch's allocator keeps it for this stream.
-class Workspace {
- public:
-  Workspace(int64_t bytes, const Tensor& like) {
-    if (bytes > 0) tensor_ = allocate({bytes}, ScalarType::Byte, like);
-  }
-  void* data() const { return tensor_ ? tensor_->mutable_data_ptr() : nullptr; }
-
- private:
-  std::optional<Tensor> tensor_;
-};
-
 // alpha and beta as cuBLASLt reads them: both on the host, or both on the device.
 struct Scalars {
   float host_alpha = 1.0f, host_beta = 0.0f;
@@ -72,12 +59,11 @@ struct Scalars {
 
 // Plans `problem` and runs it; a launch that cuBLASLt refuses retires its plan and takes the next.
 // Empty on success, else every reason.
-std::string plan_and_run(const Problem& problem, Operands operands, const Tensor& like,
-                         Stream stream) {
+std::string plan_and_run(const Problem& problem, Operands operands, Stream stream) {
   for (int attempt = 0; attempt < kMaxAttempts; ++attempt) {
     const auto plan = cublaslt::planner().plan(problem);
     if (!plan->ok()) return cublaslt::to_text(plan->refusals);
-    const Workspace workspace(static_cast<int64_t>(plan->workspace_bytes), like);
+    const Workspace workspace(static_cast<int64_t>(plan->workspace_bytes));
     operands.workspace = workspace.data();
     operands.workspace_bytes = plan->workspace_bytes;
     const std::string refused = cublaslt::run(*plan, operands, stream);
@@ -104,20 +90,20 @@ void run_epilogue(const GemmParams& p, const Workspace& accumulators, int64_t m0
 }
 
 // Rungs 1 and 2. Empty on success, else why no plan is left.
-std::string run_nvfp4(const GemmParams& p, const GemmRequest& request, const Route& route,
-                      const Tensor& like, Stream stream) {
+std::string run_nvfp4(const GemmParams& p, const Route& route, Stream stream) {
   if (!route.separate_epilogue) {
     const Scalars scalars(p.alpha, route.problem.alpha);
     const Operands operands{p.a.data,      p.b.data,     p.a.scale, p.b.scale, p.bias,
                             scalars.alpha, scalars.beta, p.out,     nullptr,   0};
-    return plan_and_run(route.problem, operands, like, stream);
+    return plan_and_run(route.problem, operands, stream);
   }
-  const Workspace accumulators(route.m_chunk * p.n * 4, like);
+  const Workspace accumulators(route.m_chunk * p.n * 4);
   const int64_t tiles_per_row = round_up(p.k / kBlockSize, kTileCols) / kTileCols;
   const Scalar one;
   for (int64_t m0 = 0; m0 < p.m; m0 += route.m_chunk) {
     const int64_t rows = std::min(route.m_chunk, p.m - m0);
-    const Problem problem = nvfp4_problem(request, rows, /*separate_epilogue=*/true);
+    Problem problem = route.problem;
+    problem.m = rows;
     const Scalars scalars(one, problem.alpha);
     const Operands operands{static_cast<const uint8_t*>(p.a.data) + m0 * (p.k / 2),
                             p.b.data,
@@ -129,7 +115,7 @@ std::string run_nvfp4(const GemmParams& p, const GemmRequest& request, const Rou
                             accumulators.data(),
                             nullptr,
                             0};
-    const std::string reasons = plan_and_run(problem, operands, like, stream);
+    const std::string reasons = plan_and_run(problem, operands, stream);
     if (!reasons.empty()) return reasons;
     run_epilogue(p, accumulators, m0, rows, 0, p.n, stream);
   }
@@ -155,9 +141,9 @@ SmallMParams fused_params(const GemmParams& p) {
   return slice;
 }
 
-void run_mid_m(const GemmParams& p, const Tensor& like, Stream stream) {
-  const MidMPlan plan = plan_mid_m(p.m, p.n, p.k, current_device().sm_count);
-  const Workspace workspace(mid_m_workspace(plan), like);
+void run_mid_m(const GemmParams& p, int sm_count, Stream stream) {
+  const MidMPlan& plan = find_mid_m(p.m, p.n, p.k, sm_count);
+  const Workspace workspace(mid_m_workspace(plan));
   gemm_mid_m(fused_params(p), workspace.data(), stream);
 }
 
@@ -174,13 +160,12 @@ void run_small_m(const GemmParams& p, Stream stream) {
 
 // Chunks of D: decode B's rows, decode A's, multiply on BF16 or FP16 tensor cores.
 std::string run_decoded(const GemmParams& p, const GemmRequest& request, const Route& route,
-                        const Tensor& like, Stream stream) {
+                        Stream stream) {
   const DType decoded =
       route.decoded_type == cublaslt::ElementType::kFp16 ? DType::kFloat16 : DType::kBFloat16;
-  const Workspace b_decoded(request.dense_b ? 0 : route.n_chunk * p.k * 2, like);
-  const Workspace a_decoded(request.dense_a ? 0 : route.m_chunk * p.k * 2, like);
-  const Workspace accumulators(route.separate_epilogue ? route.m_chunk * route.n_chunk * 4 : 0,
-                               like);
+  const Workspace b_decoded(request.dense_b ? 0 : route.n_chunk * p.k * 2);
+  const Workspace a_decoded(request.dense_a ? 0 : route.m_chunk * p.k * 2);
+  const Workspace accumulators(route.separate_epilogue ? route.m_chunk * route.n_chunk * 4 : 0);
   // Rows [begin, begin + rows) of an operand, dense.
   const auto dense_rows = [&](const Operand& operand, int64_t begin, int64_t rows,
                               const Workspace& space) -> const void* {
@@ -218,7 +203,7 @@ std::string run_decoded(const GemmParams& p, const GemmRequest& request, const R
       const Scalars scalars(alpha, problem.alpha);
       operands.alpha = scalars.alpha;
       operands.beta = scalars.beta;
-      const std::string reasons = plan_and_run(problem, operands, like, stream);
+      const std::string reasons = plan_and_run(problem, operands, stream);
       if (!reasons.empty()) return reasons;
       if (route.separate_epilogue) run_epilogue(p, accumulators, m0, rows, n0, cols, stream);
     }
@@ -230,17 +215,18 @@ void log_route(const GemmRequest& r, const Route& route) {
   // Where FP4 tensor cores exist, falling to the emulated rung is worth a warning.
   const bool unexpected =
       route.rung == kEmulatedRung && r.device.cc_major >= 10 && !r.dense_a && !r.dense_b;
-  if (!unexpected && std::getenv("NVFP4_LOG") == nullptr) return;
+  const LogLevel level = unexpected ? LogLevel::kWarning : LogLevel::kInfo;
+  if (!logs(level)) return;
   std::string message = concat("gemm m=", r.m, " n=", r.n, " k=", r.k, " runs on ", route.rung);
   for (const auto& refusal : refusals(r, route)) {
     message += concat("; ", refusal.rung, ": ", refusal.reason);
   }
-  log_once(unexpected ? LogLevel::kWarning : LogLevel::kInfo, message);
+  log_once(level, message);
 }
 
 }  // namespace
 
-void gemm(const GemmParams& p, const Tensor& like, Stream stream) {
+void gemm(const GemmParams& p, Stream stream) {
   const GemmRequest request = request_of(p);
   for (int attempt = 0; attempt < kMaxAttempts; ++attempt) {
     const Route route = find_route(request);
@@ -254,7 +240,7 @@ void gemm(const GemmParams& p, const Tensor& like, Stream stream) {
     }
     log_route(request, route);
     if (route.rung != kEmulatedRung) {
-      if (run_nvfp4(p, request, route, like, stream).empty()) return;
+      if (run_nvfp4(p, route, stream).empty()) return;
       continue;  // every plan of the rung is retired by now: the next route is the next rung
     }
     if (route.kernel == EmulatedKernel::kSmallMHopper && gemm_small_m_hopper_built()) {
@@ -263,9 +249,11 @@ void gemm(const GemmParams& p, const Tensor& like, Stream stream) {
     if (route.kernel == EmulatedKernel::kSmallM || route.kernel == EmulatedKernel::kSmallMHopper) {
       return run_small_m(p, stream);
     }
-    if (route.kernel == EmulatedKernel::kMidM) return run_mid_m(p, like, stream);
+    if (route.kernel == EmulatedKernel::kMidM) {
+      return run_mid_m(p, request.device.sm_count, stream);
+    }
     if (route.kernel == EmulatedKernel::kDecode) {
-      const std::string reasons = run_decoded(p, request, route, like, stream);
+      const std::string reasons = run_decoded(p, request, route, stream);
       if (reasons.empty()) return;
       if (request.dense_b)
         throw std::runtime_error(concat("no backend takes this gemm: ", reasons));

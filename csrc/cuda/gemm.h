@@ -5,9 +5,9 @@
 
 namespace nvfp4::cuda {
 
-// Runs on the first rung that takes the problem, on `stream`. `like`: any tensor on the operands'
-// device, which is current. std::runtime_error lists every rung's reason where none does.
-void gemm(const GemmParams& p, const Tensor& like, Stream stream);
+// Runs on the first rung that takes the problem, on `stream`. The operands' device is current.
+// std::runtime_error lists every rung's reason where none does.
+void gemm(const GemmParams& p, Stream stream);
 
 // See grouped_gemm in ops.py. Never reads offs, gather or scatter on the host.
 void grouped_gemm(const GroupedGemmParams& p, const Tensor& like, Stream stream);

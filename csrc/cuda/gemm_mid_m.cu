@@ -641,7 +641,7 @@ void gemm_mid_m(const SmallMParams& p, void* workspace, Stream stream) {
   const bool packed = p.a_scale != nullptr, half = packed || p.a_type == DType::kFloat16;
   MidMArgs a = {};
   a.gemm = p;
-  a.plan = plan_mid_m(p.m, p.n, p.k, device.sm_count);
+  a.plan = find_mid_m(p.m, p.n, p.k, device.sm_count);
   a.image = static_cast<uint8_t*>(workspace);
   a.sums = reinterpret_cast<float*>(a.image + mid_m_image_bytes(a.plan));
   a.counters =

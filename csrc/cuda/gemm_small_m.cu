@@ -18,6 +18,7 @@
 //   same bytes in every run. A NaN scale of row n reaches row n of B's products only.
 #include <mutex>
 
+#include "../recent.h"
 #include "common.cuh"
 #include "decode.cuh"
 #include "explicit_tile.h"
@@ -564,27 +565,10 @@ const SmallMDevice& small_m_device(const Device& device) {
   return devices[device.index];
 }
 
-// A search of the plans takes tens of microseconds: the last ones found are kept, by thread.
 const SmallMPlan& find_plan(int64_t m, int64_t n, int64_t k, const Device& device) {
-  struct Entry {
-    int64_t m = -1, n = 0, k = 0;
-    int device = -1;
-    SmallMPlan plan;
-  };
-  constexpr size_t kEntries = 64;
-  static thread_local Entry entries[kEntries];
-  const uint64_t hash =
-      (static_cast<uint64_t>(m) * 31 + static_cast<uint64_t>(n)) * 0x9E3779B97F4A7C15u +
-      static_cast<uint64_t>(k) * 0xC2B2AE3D27D4EB4Fu;
-  Entry& e = entries[hash >> 58];
-  if (e.m != m || e.n != n || e.k != k || e.device != device.index) {
-    e.plan = plan_small_m(m, n, k, small_m_device(device));
-    e.m = m;
-    e.n = n;
-    e.k = k;
-    e.device = device.index;
-  }
-  return e.plan;
+  static thread_local Recent<4, SmallMPlan> found;
+  return found.find({m, n, k, device.index},
+                    [&] { return plan_small_m(m, n, k, small_m_device(device)); });
 }
 
 // What tests have the plan be; not ok() where they don't.

@@ -1,7 +1,7 @@
 // The fused GEMM for few rows of A, as Hopper likes it: gemm_small_m.cu's arithmetic, other
 // plumbing.
 //
-//   out (m, n) = T(fma(alpha, acc, bias)),  acc = sum_k A[m, k] B[n, k] in FP32, m <= 32
+//   out (m, n) = T(fma(alpha, acc, bias)),  acc = sum_k A[m, k] B[n, k] in FP32
 //
 // What bounds it is first the bandwidth of B, then the instructions that decode it: the integer
 // pipe, which mma.sync blocks as well, is busy most of the time. What is left is to start early and
@@ -17,11 +17,13 @@
 // - Three groups of four warps share a block: beside each other along n, or along k. The blocks of
 //   a cluster split k. Each warp sends its sums straight to the block that adds them up, in a fixed
 //   order: the same bytes in every run. A NaN scale of row n reaches row n of B's products only.
+// - A block takes at most 32 rows of A; more are slices, rows of the grid, that read B again.
 // - The next kernel of the stream may be launched while this one runs, and this one may have been:
 //   whatever comes before wait_for_kernel_ahead touches no global memory.
 #include <array>
 #include <mutex>
 
+#include "../recent.h"
 #include "cluster.cuh"
 #include "common.cuh"
 #include "decode.cuh"
@@ -69,6 +71,16 @@ struct Args {
   int row_tiles, last_row;  // tiles of B's rows; the last row in the last of them
   int tiles_per_row;        // scale tiles along k
 };
+
+// A block's rows of A: those of its row of the grid.
+__device__ __forceinline__ Args slice_of(Args a) {
+  const int begin = static_cast<int>(blockIdx.y) * kHopperSlice;
+  a.m = min(a.m - begin, kHopperSlice);
+  a.gemm.a_row_begin += begin;
+  a.gemm.out = static_cast<char*>(a.gemm.out) +
+               begin * a.gemm.n * (a.gemm.out_type == DType::kFloat32 ? 4 : 2);
+  return a;
+}
 
 // The parts of shared memory, one behind the other.
 template <int kTiles>
@@ -522,8 +534,9 @@ __device__ __forceinline__ void finish(const Args& a, int64_t first, int rows, i
 }
 
 template <typename T, bool kPackedA, int kTiles>
-__global__ void __launch_bounds__(kThreads, 1) small_m_hopper_kernel(const Args a) {
+__global__ void __launch_bounds__(kThreads, 1) small_m_hopper_kernel(const Args all) {
   if (NVFP4_WGMMA) {  // else an empty kernel, see describe_device
+    const Args a = slice_of(all);
     using Ring = HopperRing<kTiles>;
     using Place = Layout<kTiles>;
     using Staged = Stager<T, kPackedA, kTiles>;
@@ -703,29 +716,16 @@ void launch_planned(const SmallMParams& p, const HopperPlan& plan, cudaStream_t 
   a.tiles_per_row = static_cast<int>(ceil_div(p.k / kBlockSize, kTileCols));
   const int tiles = hopper_tiles(p.m);
   std::array<cudaLaunchAttribute, 2> attributes = {};
-  const cudaLaunchConfig_t config =
+  cudaLaunchConfig_t config =
       launch_config(hopper_blocks(p.n, plan), plan.cluster, tiles, stream, attributes);
+  config.gridDim.y = static_cast<unsigned>(hopper_slices(p.m));
   check(cudaLaunchKernelEx(&config, pick_kernel(p, tiles), a), "gemm_small_m_hopper");
 }
 
-// The last plans found are kept, by thread.
 const HopperPlan& find_plan(int64_t m, int64_t n, int64_t k, const Device& device) {
-  struct Entry {
-    int64_t n = 0, k = 0;
-    int tiles = 0, device = -1;
-    HopperPlan plan;
-  };
-  constexpr size_t kEntries = 64;
-  static thread_local std::array<Entry, kEntries> entries;
-  const int tiles = hopper_tiles(m);
-  const uint64_t hash =
-      (static_cast<uint64_t>(tiles) * 31 + static_cast<uint64_t>(n)) * 0x9E3779B97F4A7C15u +
-      static_cast<uint64_t>(k) * 0xC2B2AE3D27D4EB4Fu;
-  Entry& e = entries[hash >> 58];
-  if (e.tiles != tiles || e.n != n || e.k != k || e.device != device.index) {
-    e = {n, k, tiles, device.index, plan_hopper(m, n, k, device_entry(device).device)};
-  }
-  return e.plan;
+  static thread_local Recent<5, HopperPlan> found;
+  return found.find({hopper_tiles(m), hopper_slices(m), n, k, device.index},
+                    [&] { return plan_hopper(m, n, k, device_entry(device).device); });
 }
 
 }  // namespace
@@ -734,7 +734,6 @@ bool gemm_small_m_hopper_built() { return device_entry(current_device()).built; 
 
 void gemm_small_m_hopper(const SmallMParams& p, Stream stream) {
   if (p.m == 0 || p.n == 0) return;
-  if (p.m > kSmallMHopperMax) throw std::runtime_error("gemm_small_m_hopper takes at most 32 rows");
   launch_planned(p, find_plan(p.m, p.n, p.k, current_device()), as_stream(stream));
 }
 

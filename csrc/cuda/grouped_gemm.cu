@@ -4,9 +4,9 @@
 //   out = T(gamma * fma(alpha, acc, bias)),  acc = sum_k A[m, k] B[n, k]
 //
 // - A block of 128 threads makes tiles of 128 x 128 along k, 64 at a time, in a ring of two or
-// three
-//   stages. Dense rows come by cp.async; packed ones by way of registers, where they are decoded: a
-//   thread has one row, 32 bytes of codes and four scales a step.
+//   three stages (grouped_general_plan.h). Dense rows come by cp.async; packed ones by way of
+//   registers, where they are decoded: a thread has one row, 32 bytes of codes and four scales a
+//   step.
 // - Ragged K starts at the multiple of 64 below the slice. Blocks of 16 outside it count as zero:
 //   dense ones are zeroed, packed ones get scale zero.
 // - A NaN scale makes its row's products NaN and no other's. Sums have one fixed order.
@@ -22,15 +22,16 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kZeroThreads = 256;
-constexpr int kTile = 128;  // rows of either side
-constexpr int kStepK = 64;
+constexpr int kTile = kGeneralTile;
+constexpr int kStepK = kGeneralStepK;
 constexpr int kVectorBytes = 16;
 constexpr int kVectorK = 8;
 constexpr int kRowVectors = kStepK / kVectorK;
 constexpr int kSideBytes = kTile * kStepK * 2;
 constexpr int kStageBytes = 2 * kSideBytes;
-constexpr int kWarpTile = 64;          // a warp's part of the tile, both ways
-constexpr int kTilePitch = kTile + 4;  // floats; spreads a fragment's rows over the banks
+static_assert(kStageBytes == kGeneralStageBytes);
+constexpr int kWarpTile = 64;              // a warp's part of the tile, both ways
+constexpr int kTilePitch = kGeneralPitch;  // floats; spreads a fragment's rows over the banks
 constexpr int kMTiles = kWarpTile / 16, kNTiles = kWarpTile / 8;
 static_assert(kThreads == kTile, "a packed row a thread");
 
@@ -38,6 +39,8 @@ struct Memory {
   ScheduleMemory<kThreads> schedule;
   int source[kTile], target[kTile];  // rows of A and of out, -1 for none
 };
+constexpr size_t kMemoryBytes = (sizeof(Memory) + 127) / 128 * 128;
+static_assert(kMemoryBytes == kGeneralFixedBytes);
 
 struct GroupedArgs {
   GroupedGemmParams gemm;
@@ -301,9 +304,8 @@ __global__ void __launch_bounds__(kThreads, 2) grouped_kernel(const GroupedArgs 
   const GroupedGemmParams& p = args.gemm;
   uint8_t* const shared = dynamic_shared();
   Memory* const memory = reinterpret_cast<Memory*>(shared);
-  constexpr uint32_t kMemoryBytes = static_cast<uint32_t>((sizeof(Memory) + 127) / 128 * 128);
   float* const sums = reinterpret_cast<float*>(shared + kMemoryBytes);
-  const uint32_t ring = shared_address(shared) + kMemoryBytes;
+  const uint32_t ring = shared_address(shared) + static_cast<uint32_t>(kMemoryBytes);
   const uint32_t ring_end = ring + static_cast<uint32_t>(args.stages) * kStageBytes;
   const int thread = static_cast<int>(threadIdx.x);
   const int warp = thread / kWarpSize, g = thread % kWarpSize / 4, t = thread % 4;
@@ -409,6 +411,16 @@ bool scale_aligned(const Operand& o) {
          (o.swizzled || o.row_stride / kBlockSize % kTileCols == 0);
 }
 
+GeneralDevice general_device() {
+  int per_block = 0, per_sm = 0;
+  const int device = current_device().index;
+  check(cudaDeviceGetAttribute(&per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+        "cudaDeviceGetAttribute");
+  check(cudaDeviceGetAttribute(&per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device),
+        "cudaDeviceGetAttribute");
+  return {static_cast<size_t>(per_block), static_cast<size_t>(per_sm)};
+}
+
 void launch_zero(const GroupedGemmParams& p, const int32_t* begin, Stream stream) {
   const int64_t blocks = std::min(ceil_div(p.m * ceil_div(p.n, 8), kZeroThreads),
                                   int64_t{current_device().sm_count} * 4);
@@ -436,28 +448,11 @@ void grouped_general(const GroupedGemmParams& p, Stream stream) {
   args.a_scale_aligned = scale_aligned(args.gemm.a);
   args.b_scale_aligned = scale_aligned(args.gemm.b);
   args.wide = wide_stores(p);
-  int per_block = 0, per_sm = 0;
-  const int device = current_device().index;
-  check(cudaDeviceGetAttribute(&per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
-        "cudaDeviceGetAttribute");
-  check(cudaDeviceGetAttribute(&per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device),
-        "cudaDeviceGetAttribute");
-  const size_t fixed = (sizeof(Memory) + 127) / 128 * 128;
-  const size_t sums = size_t{kTile} * kTilePitch * sizeof(float);
-  const auto bytes = [&](int stages) {
-    return fixed + std::max(sums, size_t(stages) * kStageBytes);
-  };
-  args.stages = bytes(3) <= static_cast<size_t>(per_block) ? 3 : 2;
-  if (const int stages = explicit_tile.load(std::memory_order_relaxed).stages) {
-    const bool fits = stages >= 2 && bytes(stages) <= static_cast<size_t>(per_block);
-    check_shared(fits, "grouped_gemm", bytes(stages), static_cast<size_t>(per_block), fixed,
-                 " + max(", stages, " (at least 2) * ", kStageBytes, ", ", sums, " for sums)");
-    args.stages = stages;
-  }
-  const int blocks = 2 * (bytes(args.stages) + 1024) <= static_cast<size_t>(per_sm) ? 2 : 1;
+  const GeneralPlan plan = choose_general(general_device());
+  args.stages = plan.stages;
   grouped_zero(p, stream);
   launch_persistent("grouped_gemm", pick_kernel(p), most_items(p, kTile, kTile), kThreads,
-                    bytes(args.stages), blocks, stream, args);
+                    plan.shared_bytes, plan.blocks_per_sm, stream, args);
 }
 
 }  // namespace nvfp4::cuda

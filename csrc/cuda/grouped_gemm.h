@@ -1,7 +1,9 @@
 // The kernels behind cuda::grouped_gemm, on raw pointers; grouped_gemm.cpp picks one.
 //
-// None reads offs, gather or scatter on the host, and none trusts them: offsets are clamped to the
-// problem and made non-decreasing, a row whose index is out of range is zero or dropped.
+// None reads offs, gather or scatter on the host, and none trusts them. Offsets are clamped to the
+// problem; along M they are made non-decreasing, along K a slice [offs[e-1], offs[e]) has both ends
+// rounded down to a block and is empty where the second lies before the first. A row whose index is
+// out of range is zero or dropped.
 #pragma once
 
 #include "../kernels.h"

@@ -126,6 +126,9 @@ class Schedule {
     tile.n = in_group / tiles_m * kTileN;
     tile.k_begin = offset(tile.group - 1);
     tile.k_end = max(offset(tile.group), tile.k_begin);
+    if (p_.stale_padding) {
+      tile.k_end = min(round_up(tile.k_end, int64_t{kTileCols * kBlockSize}), p_.k);
+    }
     return true;
   }
 
@@ -270,6 +273,7 @@ __device__ __forceinline__ void store_eight(void* out, DType type, int64_t index
 // Rows [begin, end) of out become zero by `threads` threads of every block.
 __device__ __forceinline__ void zero_rows(const GroupedGemmParams& p, int64_t begin, int64_t end,
                                           int threads, int thread, bool wide) {
+  if (p.rows_not_zeroed) return;
   const int64_t each = 8, vectors = (p.n + each - 1) / each;
   const float zeros[8] = {};
   for (int64_t i = int64_t{blockIdx.x} * threads + thread; i < (end - begin) * vectors;

@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "../nvfp4.h"
+#include "../recent.h"
 
 namespace nvfp4::cuda {
 
@@ -80,6 +81,11 @@ inline MidMPlan plan_mid_m(int64_t m, int64_t n, int64_t k, int sm_count) {
     consider(c.finish, workers, chunks * workers / (tiles * (chunks + c.finish)) + 2);
   }
   return best;
+}
+
+inline const MidMPlan& find_mid_m(int64_t m, int64_t n, int64_t k, int sm_count) {
+  static thread_local Recent<4, MidMPlan> found;
+  return found.find({m, n, k, sm_count}, [&] { return plan_mid_m(m, n, k, sm_count); });
 }
 
 // Bytes of the workspace's parts, in this order: A's image, sums of tiles in pieces (two to a

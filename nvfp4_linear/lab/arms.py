@@ -36,12 +36,15 @@ _ops = torch.ops.nvfp4
 
 @dataclass(frozen=True)
 class Operands:
-    """What an fc2's GEMM is given: the activation as the producer made it, and the weight."""
+    """What an fc2's GEMM is given: the activation as the producer made it, and the weight.
+
+    weight_scale: swizzled; None for a dense weight (N, K), which only a GPU's arms take.
+    """
 
     data: Tensor
     block_scale: Tensor
     weight: Tensor
-    weight_scale: Tensor  # swizzled
+    weight_scale: Tensor | None
     alpha: Tensor
 
     @staticmethod
@@ -76,7 +79,7 @@ class Arms(Protocol):
 
     def forward_swiglu(self, fc2: Nvfp4Linear, gate_up: Tensor) -> Tensor: ...
 
-    def describe(self, m: int, n: int, k: int) -> dict[str, Any]: ...
+    def describe(self, m: int, n: int, k: int, weight: str = "nvfp4") -> dict[str, Any]: ...
 
     def close(self) -> None: ...
 
@@ -98,21 +101,18 @@ class OpsArms:
         algorithms.pin_policy("never" if name == HEURISTIC else self._policy)
 
     def gemm(self, operands: Operands) -> Tensor:
-        return _ops.gemm(
-            operands.data,
-            operands.weight,
-            operands.block_scale,
-            operands.weight_scale,
-            operands.alpha,
-            None,
-            torch.bfloat16,
-        )
+        o, after = operands, (operands.alpha, None, torch.bfloat16)
+        if o.weight_scale is None:
+            return _ops.gemm_a4w16(o.data, o.weight, o.block_scale, *after)
+        return _ops.gemm(o.data, o.weight, o.block_scale, o.weight_scale, *after)
 
     def forward_swiglu(self, fc2: Nvfp4Linear, gate_up: Tensor) -> Tensor:
         return Nvfp4Linear.forward_swiglu(fc2, gate_up)
 
-    def describe(self, m: int, n: int, k: int) -> dict[str, Any]:
-        plan = algorithms.explain(m, n, k, device=self._machine.chip, alpha_on_device=True)
+    def describe(self, m: int, n: int, k: int, weight: str = "nvfp4") -> dict[str, Any]:
+        plan = algorithms.explain(
+            m, n, k, device=self._machine.chip, weight=weight, alpha_on_device=True
+        )
         return {
             "rung": plan.rung,
             "kernel": plan.kernel,
@@ -170,7 +170,7 @@ class DoubleArms:
     def forward_swiglu(self, fc2: Nvfp4Linear, gate_up: Tensor) -> Tensor:
         return self.gemm(Operands.produce(fc2, gate_up))
 
-    def describe(self, m: int, n: int, k: int) -> dict[str, Any]:
+    def describe(self, m: int, n: int, k: int, weight: str = "nvfp4") -> dict[str, Any]:
         plan = self._planner.plan(self._problem(m, n, k))
         return {
             "rung": plan.rung,

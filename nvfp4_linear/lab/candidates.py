@@ -3,8 +3,8 @@
     near        one attribute moved away from a seed (tiles up to twice and half its sides, stages,
                 cluster, custom option, swizzle, split-K with each reduction, id), and tile and
                 cluster moved together
-    exhaustive  every id x tile x stages x cluster, the rest as a seed has it; then `near` of
-                what turned out best
+    exhaustive  `near`, then every id x tile x stages x cluster, the rest as a seed has it; then
+                `near` of what turned out best
 
 A seed is an answer of the heuristic (split-K answers also without their split-K), and for NVFP4 the
 study's algorithm. Orders are deterministic: a sweep resumes by position. The new engines list no
@@ -13,6 +13,7 @@ capabilities, so the ids are those that the library's own header knows, and Algo
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cache, lru_cache
@@ -118,35 +119,80 @@ def neighbourhood(
                 yield candidate
 
 
-def exhaustive(
+@dataclass(frozen=True)
+class Grid:
+    """Every tile x stages x cluster of one id; `base` has the rest."""
+
+    base: Algorithm
+    tiles: tuple[int, ...]
+    stages: tuple[int, ...]
+    clusters: tuple[int | None, ...]
+
+    def __len__(self) -> int:
+        return len(self.tiles) * len(self.stages) * len(self.clusters)
+
+    def __iter__(self) -> Iterator[Algorithm]:
+        for tile, stages, cluster in itertools.product(self.tiles, self.stages, self.clusters):
+            yield replace(self.base, tile=tile, stages=stages, cluster=cluster)
+
+    def __contains__(self, candidate: Algorithm) -> bool:
+        tile, stages, cluster = candidate.tile, candidate.stages, candidate.cluster
+        return (
+            tile in self.tiles
+            and stages in self.stages
+            and cluster in self.clusters
+            and replace(self.base, tile=tile, stages=stages, cluster=cluster) == candidate
+        )
+
+
+def grids(
     start: Iterable[Algorithm], ranges: Ranges, capabilities: dict[int, dict[str, list[int]]]
-) -> Iterator[Algorithm]:
-    """Every id x tile x stages x cluster; the first seed of an id, else AlgoInit, gives the rest.
+) -> list[Grid]:
+    """One an id; the first seed of an id, else AlgoInit, gives the rest.
 
     capabilities: what each id of this problem's type says of itself. An engine that lists tiles and
     stages is given those alone, at the cluster shape of its AlgoInit: it knows no others.
     """
+    bases = {seed.id: seed for seed in reversed(list(start))}
+    return [
+        Grid(
+            bases.get(algorithm_id, Algorithm(algorithm_id, 0, 0)),
+            tuple(own.get("tile_ids") or ranges.tiles),
+            tuple(own.get("stages_ids") or ranges.stages),
+            (None,) if own.get("tile_ids") else ranges.clusters,
+        )
+        for algorithm_id, own in capabilities.items()
+    ]
+
+
+def exhaustive(
+    start: Iterable[Algorithm],
+    ranges: Ranges,
+    ids: Iterable[int],
+    capabilities: dict[int, dict[str, list[int]]],
+) -> Iterator[Algorithm]:
+    """`neighbourhood` of the seeds, then the `grids`; none twice, no seed among them."""
     start = list(start)
-    for algorithm_id, own in capabilities.items():
-        tiles = own.get("tile_ids") or ranges.tiles
-        stages = own.get("stages_ids") or ranges.stages
-        clusters = (None,) if own.get("tile_ids") else ranges.clusters
-        same_id = [seed for seed in start if seed.id == algorithm_id]
-        base = same_id[0] if same_id else Algorithm(algorithm_id, 0, 0)
-        for tile in tiles:
-            for stage in stages:
-                for cluster in clusters:
-                    yield replace(base, tile=tile, stages=stage, cluster=cluster)
+    seen = set(start)
+    for candidate in neighbourhood(start, ranges, ids):
+        seen.add(candidate)
+        yield candidate
+    for grid in grids(start, ranges, capabilities):
+        yield from (candidate for candidate in grid if candidate not in seen)
 
 
-def exhaustive_count(ranges: Ranges, capabilities: dict[int, dict[str, list[int]]]) -> int:
-    """How many `exhaustive` yields."""
-    return sum(
-        len(own.get("tile_ids") or ranges.tiles)
-        * len(own.get("stages_ids") or ranges.stages)
-        * (1 if own.get("tile_ids") else len(ranges.clusters))
-        for own in capabilities.values()
-    )
+def exhaustive_count(
+    start: Iterable[Algorithm],
+    ranges: Ranges,
+    ids: Iterable[int],
+    capabilities: dict[int, dict[str, list[int]]],
+) -> int:
+    """How many `exhaustive` yields. The grids have millions: they are counted, not walked through."""
+    start = list(start)
+    near = list(neighbourhood(start, ranges, ids))
+    every = grids(start, ranges, capabilities)
+    twice = sum(candidate in grid for grid in every for candidate in (*start, *near))
+    return len(near) + sum(map(len, every)) - twice
 
 
 def from_dict(values: dict[str, Any]) -> Algorithm:

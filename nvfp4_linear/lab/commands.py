@@ -81,7 +81,7 @@ def sweep_arguments(parser: argparse.ArgumentParser) -> None:
     search = parser.add_argument_group("search")
     search.add_argument("--rounds", type=size, default=20, help="of the final (default: 20)")
     search.add_argument("--finalists", type=size, default=8, help="(default: 8)")
-    search.add_argument("--exhaustive", action="store_true", help="the whole range of ids")
+    search.add_argument("--exhaustive", action="store_true", help="the whole range of ids too")
     search.add_argument(
         "--budget",
         type=seconds,

@@ -47,9 +47,53 @@ def predictions(plan: Plan, device: Device) -> list[dict[str, Any]]:
             f"{MAX_STEPS:,}: ask about a smaller problem, or python -m bench.traffic --tile-k"
         )
     return [
-        asdict(traffic.simulate(grid, order, sms=device.sm_count, l2_bytes=chip))
+        {
+            "rung": inner.get("rung"),
+            **asdict(traffic.simulate(grid, order, sms=device.sm_count, l2_bytes=chip)),
+        }
         for order in _orders(plan.algorithm)
     ]
+
+
+def compare(
+    pinned: Plan,
+    heuristic: Plan,
+    of_pinned: list[dict[str, Any]],
+    of_heuristic: list[dict[str, Any]],
+) -> dict[str, Any]:
+    """Which of two plans the model favours, and why: by the bytes that their L2 misses read.
+
+    Nobody knows the orders, so one is favoured only where neither end of its spread is worse. What
+    the model leaves out, and so this, is in bench/traversal.py: polling and the exchange of partial
+    sums, which cost a stream-K kernel more than it says, and any limit but memory.
+    """
+    arms = {
+        name: {
+            "algorithm": asdict(plan.algorithm) if plan.algorithm else None,
+            "miss_bytes": [end(one["miss_bytes"] for one in found) for end in (min, max)],
+        }
+        for name, plan, found in (
+            ("pinned", pinned, of_pinned),
+            ("heuristic", heuristic, of_heuristic),
+        )
+    }
+    own, other = (arm["miss_bytes"] for arm in arms.values())
+    faster, verdict = None, "the model can't tell: it depends on the order"
+    if own == other:
+        verdict = "the model sees no difference"
+    elif all(mine <= theirs for mine, theirs in zip(own, other, strict=True)):
+        faster, verdict = "pinned", "the pinned algorithm should be faster"
+    elif all(mine >= theirs for mine, theirs in zip(own, other, strict=True)):
+        faster, verdict = "heuristic", "the heuristic's algorithm should be faster"
+    text = (
+        f"a prediction: {verdict}; L2 misses read {_gigabytes(own)} with the pin, "
+        f"{_gigabytes(other)} with the heuristic's choice"
+    )
+    return {"basis": "prediction", "faster": faster, **arms, "text": text}
+
+
+def _gigabytes(ends: list[int]) -> str:
+    return " to ".join(f"{end / 1e9:.3f}" for end in ends) + " GB"
 
 
 def text(found: list[dict[str, Any]]) -> list[str]:

@@ -9,12 +9,11 @@ for).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..algorithms import MAX_PIN_FILE_BYTES, PIN_FILE_HEADER, Pin, save_pins
+from ..algorithms import PIN_FILE_HEADER, Pin, read_pin_file, save_pins
 from ..console import CommandError
 from .candidates import from_dict
 from .judgement import faster_in_both
@@ -105,10 +104,12 @@ def read_rows(path: Path) -> list[Pin]:
     """The rows of a pin file, none of them put in force; none where there is no file."""
     if not path.exists():
         return []
-    if path.stat().st_size > MAX_PIN_FILE_BYTES:
-        raise CommandError(f"{path} is larger than a pin file can be: name another file")
+    try:
+        text = read_pin_file(path)
+    except (OSError, ValueError) as error:
+        raise CommandError(f"{error}: name another file") from None
     rows = []
-    for number, line in enumerate(_lines(path), 1):
+    for number, line in enumerate(map(str.strip, text.splitlines()), 1):
         if not line or line.startswith("#"):
             if line and line != PIN_FILE_HEADER:
                 raise CommandError(
@@ -121,13 +122,6 @@ def read_rows(path: Path) -> list[Pin]:
         except (ValueError, TypeError) as error:
             raise CommandError(f"{path}, line {number}: {error}: repair it first") from None
     return rows
-
-
-def _lines(path: Path) -> Iterable[str]:
-    try:
-        return [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    except UnicodeDecodeError as error:
-        raise CommandError(f"{path} is not a pin file: {error}") from None
 
 
 def _conditions(pin: Pin) -> Pin:

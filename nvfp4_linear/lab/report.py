@@ -117,7 +117,7 @@ def _tried_lines(data: dict[str, Any]) -> list[str]:
     for number, generation in enumerate(data["generations"]):
         what = "the heuristic's answers and around them" if number == 0 else "around the best"
         if generation["capabilities"] is not None:
-            what = "the whole range of ids, tiles, stages and clusters"
+            what += ", and the whole range of ids, tiles, stages and clusters"
         accepted = [tuple(a["algorithm"].values()) for a in generation["accepted"]]
         lines.append(
             f"- {what}: {generation['checked']:,} of {generation['total']:,} candidates checked, "

@@ -1,4 +1,5 @@
-"""Which cuBLASLt problems stand behind a ``torch.ops.nvfp4.gemm``: those a pin has to match.
+"""Which cuBLASLt problems stand behind a ``torch.ops.nvfp4.gemm``, or behind a ``gemm_a4w16``: those
+a pin has to match.
 
 On a chip with FP4 tensor cores it is the NVFP4 problem itself. On the emulated rung cuBLASLt is
 given decoded operands, BF16, in chunks of D: whole chunks and what is left over in either direction.
@@ -14,16 +15,18 @@ from .session import Machine
 from .sweep import make_problem
 
 
-def problems_behind(machine: Machine, m: int, n: int, k: int) -> list[dict[str, Any]]:
+def problems_behind(
+    machine: Machine, m: int, n: int, k: int, weight: str = "nvfp4"
+) -> list[dict[str, Any]]:
     """As `make_problem` gives them, largest first, with alpha on the device, as layers call it; empty
-    where no cuBLASLt runs (small M).
+    where no cuBLASLt runs (small M). weight: as ``explain`` takes it.
 
     A test double stands for a chip with FP4 tensor cores. Raises CommandError where no rung takes
     the gemm.
     """
     if machine.test_double:
         return [make_problem(machine, "nvfp4", m, n, k, alpha="device")]
-    plan = algorithms.explain(m, n, k, device=machine.chip, alpha_on_device=True)
+    plan = algorithms.explain(m, n, k, device=machine.chip, weight=weight, alpha_on_device=True)
     if plan.rung is None:
         raise CommandError(str(plan))
     if plan.rung != "emulated":

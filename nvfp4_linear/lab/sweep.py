@@ -284,7 +284,8 @@ class _Sweep:
         if generation["capabilities"] is None:
             generation["total"] = sum(1 for _ in self._candidates(generation, number))
         else:
-            generation["total"] = len(start) + space.exhaustive_count(self._ranges, capabilities)
+            count = space.exhaustive_count(start, self._ranges, _ids(start), capabilities)
+            generation["total"] = len(start) + count
         return generation
 
     def _candidates(self, generation: dict[str, Any], number: int) -> Iterable[Algorithm]:
@@ -294,9 +295,8 @@ class _Sweep:
             return space.neighbourhood(start, self._ranges, ())
         if generation["capabilities"] is not None:
             own = {int(key): value for key, value in generation["capabilities"].items()}
-            return itertools.chain(start, space.exhaustive(start, self._ranges, own))
-        ids = sorted({seed.id for seed in start})
-        return itertools.chain(start, space.neighbourhood(start, self._ranges, ids))
+            return itertools.chain(start, space.exhaustive(start, self._ranges, _ids(start), own))
+        return itertools.chain(start, space.neighbourhood(start, self._ranges, _ids(start)))
 
     def _check(self, generation: dict[str, Any]) -> None:
         number = self._data["generations"].index(generation)
@@ -486,6 +486,10 @@ class _Sweep:
                 continue
             self._data["settled"].append({"algorithm": entry["algorithm"], "rounds": rounds})
             self._save()
+
+
+def _ids(seeds: Iterable[Algorithm]) -> list[int]:
+    return sorted({seed.id for seed in seeds})
 
 
 def _distance(answer: dict[str, Any], seeds: list[dict[str, Any]]) -> int:

@@ -1,8 +1,8 @@
 // Runs the grouped kernels of csrc/cuda on the emulator and compares them with a plain FP64 loop.
 //
 // Every operand type, both scale layouts, both ragged modes, gather, scatter, gamma, hostile
-// offsets and indices; memory ends at a page that can't be read. Prints one line per kernel;
-// returns the number of failed kernels.
+// offsets and indices; memory ends at a page that can't be read. The deliberate faults of
+// faults_for_tests.h must be seen. Prints one line per kernel; returns the number of failed ones.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "check.h"
 #include "cuda/grouped_gemm.h"
 #include "cuda/grouped_schedule.cuh"
 #include "cuda_bf16.h"
@@ -213,7 +214,29 @@ using Run = bool (*)(const GroupedGemmParams& p);  // false: not for this kernel
 
 struct Outcome {
   long cases = 0, failed = 0;
+  // A fault switched on: a case that it changes must be wrong, any other right.
+  bool rows_not_zeroed = false, stale_padding = false;
+  long changed = 0;
 };
+
+// Slices or rows of a group, as whoever trusts nothing reads offs.
+struct Range {
+  int64_t begin, end;
+};
+
+std::vector<Range> ranges(const GroupedGemmParams& p) {
+  std::vector<Range> all(p.groups);
+  const auto inside = [&](int64_t e) {
+    const int64_t end = p.ragged_k ? p.k : p.m, unit = p.ragged_k ? kBlockSize : 1;
+    return e < 0 ? 0 : std::clamp<int64_t>(p.offs[e], 0, end) / unit * unit;
+  };
+  int64_t last = 0;  // rows are one after another, whatever offs say; slices are on their own
+  for (int64_t e = 0; e < p.groups; ++e) {
+    const int64_t begin = p.ragged_k ? inside(e - 1) : last;
+    all[e] = {begin, last = std::max(begin, inside(e))};
+  }
+  return all;
+}
 
 void run_case(Outcome& outcome, Run run, const char* name, Kind ka, Kind kb, bool ragged_k,
               int64_t m, int64_t n, int64_t k, int64_t groups, bool hostile) {
@@ -224,15 +247,17 @@ void run_case(Outcome& outcome, Run run, const char* name, Kind ka, Kind kb, boo
   Buffer offs(groups * 4), from(m * 4), to(m * 4), gamma(m * 4), alpha(groups * 4),
       bias(groups * n * 4);
   const int64_t end = ragged_k ? k : m, unit = ragged_k ? kBlockSize : 1;
-  std::vector<int64_t> ends(groups);
-  for (auto& e : ends) e = rng() % (end / unit + 1) * unit;
-  std::sort(ends.begin(), ends.end());
   for (int64_t e = 0; e < groups; ++e) {
-    if (hostile) ends[e] = static_cast<int32_t>(rng()) >> (rng() % 32);
-    offs.as<int32_t>()[e] = static_cast<int32_t>(ends[e]);
+    offs.as<int32_t>()[e] = static_cast<int32_t>(rng() % (end / unit + 1) * unit);
+  }
+  std::sort(offs.as<int32_t>(), offs.as<int32_t>() + groups);
+  for (int64_t e = 0; hostile && e < groups; ++e) {
+    const int32_t wild = static_cast<int32_t>(rng()) >> (rng() % 32);
+    if (rng() % 2) offs.as<int32_t>()[e] = wild;
   }
   for (int64_t i = 0; i < m; ++i) {
-    from.as<int32_t>()[i] = static_cast<int32_t>(hostile ? rng() : rng() % a_rows);
+    const bool wild = hostile && rng() % 2;
+    from.as<int32_t>()[i] = static_cast<int32_t>(wild ? rng() : rng() % a_rows);
     to.as<int32_t>()[i] = static_cast<int32_t>(i);
     gamma.as<float>()[i] = uniform();
   }
@@ -268,26 +293,34 @@ void run_case(Outcome& outcome, Run run, const char* name, Kind ka, Kind kb, boo
   const int64_t out_rows = ragged_k ? groups * m : m;
   Buffer out(out_rows * n * size_of(p.out_type), rng() % 4 ? 0 : size_of(p.out_type));
   p.out = out.data();
+  p.rows_not_zeroed = outcome.rows_not_zeroed;
+  p.stale_padding = outcome.stale_padding;
   if (!run(p)) return;
   ++outcome.cases;
-  if (hostile) return;  // that it came back is the test
 
+  bool changed = false;  // by the fault
+  std::vector<bool> written(out_rows);
   std::vector<double> want(out_rows * n, 0.0), bound(out_rows * n, 0.0);
+  const std::vector<Range> groups_of = ranges(p);
   for (int64_t e = 0; e < groups; ++e) {
-    const int64_t begin = e ? ends[e - 1] : 0;
-    const int64_t rows = ragged_k ? m : ends[e] - begin;
+    const auto [begin, past] = groups_of[e];
+    const int64_t rows = ragged_k ? m : past - begin;
+    const int64_t tile_end = round_up(past, kTileCols * kBlockSize);
+    changed = changed || (p.stale_padding && ragged_k && past < std::min(tile_end, k));
     for (int64_t i = 0; i < rows; ++i) {
       const int64_t problem_row = ragged_k ? i : begin + i;
       const int64_t source = gather ? from.as<int32_t>()[problem_row] : problem_row;
       const int64_t target = ragged_k    ? e * m + i
                              : p.scatter ? to.as<int32_t>()[problem_row]
                                          : problem_row;
-      if (target < 0) continue;
+      if (target < 0 || target >= out_rows) continue;
+      written[target] = true;
+      if (source < 0 || source >= a_rows) continue;  // zero, and without bias
       const double factor = p.group_alpha ? alpha.as<float>()[e] : p.alpha.value;
       const double g = p.gamma ? p.gamma[problem_row] : 1.0;
       for (int64_t c = 0; c < n; ++c) {
         double sum = 0, magnitude = 0;
-        for (int64_t x = ragged_k ? begin : 0; x < (ragged_k ? ends[e] : k); ++x) {
+        for (int64_t x = ragged_k ? begin : 0; x < (ragged_k ? past : k); ++x) {
           const double product = a.at(0, source, x) * b.at(ragged_k ? 0 : e, c, x);
           sum += product;
           magnitude += std::fabs(product);
@@ -318,15 +351,23 @@ void run_case(Outcome& outcome, Run run, const char* name, Kind ka, Kind kb, boo
     }
     if (!right && wrong++ == 0) first = i;
   }
-  if (!wrong) return;
-  if (outcome.failed++ < 8) {
-    std::printf(
-        "  %s: a=%d b=%d ragged_k=%d m=%lld n=%lld k=%lld e=%lld gather=%d scatter=%d "
-        "misalign=%d: %lld wrong, first (%lld, %lld): %g, expected %g\n",
-        name, ka, kb, ragged_k, (long long)m, (long long)n, (long long)k, (long long)groups, gather,
-        p.scatter != nullptr, (int)misalign, (long long)wrong, (long long)(first / n),
-        (long long)(first % n), load(out.data(), p.out_type, first), want[first]);
+  if (p.rows_not_zeroed) {
+    changed = std::find(written.begin(), written.end(), false) != written.end();
   }
+  outcome.changed += changed;
+  if (changed == (wrong > 0) || outcome.failed++ >= 8) return;
+  std::printf(
+      "  %s: a=%d b=%d ragged_k=%d m=%lld n=%lld k=%lld e=%lld gather=%d scatter=%d misalign=%d "
+      "hostile=%d: ",
+      name, ka, kb, ragged_k, (long long)m, (long long)n, (long long)k, (long long)groups, gather,
+      p.scatter != nullptr, (int)misalign, hostile);
+  if (!wrong) {
+    std::printf("the fault is not seen\n");
+    return;
+  }
+  std::printf("%lld wrong, first (%lld, %lld): %g, expected %g\n", (long long)wrong,
+              (long long)(first / n), (long long)(first % n), load(out.data(), p.out_type, first),
+              want[first]);
 }
 
 constexpr int64_t kShapes[][4] = {
@@ -396,12 +437,13 @@ int test_schedule() {
   return report("schedule", outcome);
 }
 
+bool run_general(const GroupedGemmParams& p) {
+  cuda::grouped_general(p, nullptr);
+  return true;
+}
+
 int test_general() {
   Outcome outcome;
-  const Run run = [](const GroupedGemmParams& p) {
-    cuda::grouped_general(p, nullptr);
-    return true;
-  };
   for (const auto& [m, n, k, e] : kShapes) {
     for (int ka = 0; ka < kKinds; ++ka) {
       for (int kb = 0; kb < kKinds; ++kb) {
@@ -411,10 +453,11 @@ int test_general() {
         for (const bool ragged_k : {false, true}) {
           if (ragged_k && e > 100) continue;
           const auto one = [&](bool hostile) {
-            run_case(outcome, run, "general", Kind(ka), Kind(kb), ragged_k, m, n, k, e, hostile);
+            run_case(outcome, run_general, "general", Kind(ka), Kind(kb), ragged_k, m, n, k, e,
+                     hostile);
           };
           one(false);
-          if (rng() % 4 == 0) one(true);
+          if (quick || rng() % 4 == 0) one(true);
         }
       }
     }
@@ -442,6 +485,21 @@ int test_rows(const char* name, Run run, std::vector<Kind> a_kinds, std::vector<
     }
   }
   return report(name, outcome);
+}
+
+// The deliberate faults, by every kernel that zeroes rows, and by the one for slices of K.
+int test_faults(const char* name, Run run, bool slices) {
+  Outcome zeroing, slicing;
+  zeroing.rows_not_zeroed = slicing.stale_padding = true;
+  for (int i = 0; i < 12; ++i) {
+    run_case(zeroing, run, name, kBf16, kSwizzled, false, 40, 24, 96, 4, i % 4 == 3);
+    if (slices) run_case(slicing, run, name, kLinear, Kind(i % 3), true, 20, 24, 208, 5, false);
+  }
+  zeroing.cases = std::min(zeroing.cases, zeroing.changed);
+  slicing.cases = std::min(slicing.cases, slicing.changed);
+  int failed = report(concat(name, ", rows not zeroed").c_str(), zeroing);
+  if (slices) failed += report(concat(name, ", stale padding").c_str(), slicing);
+  return failed;
 }
 
 void require_barriers_at_rest() {
@@ -544,8 +602,9 @@ int main(int argc, char** argv) {
                        [&](const char* one) { return std::strcmp(one, name) == 0; });
   };
   quick = named("quick");
-  for (const char* name : {"schedule", "small", "wgmma", "dense", "general"})
+  for (const char* name : {"schedule", "small", "wgmma", "dense", "general", "faults"}) {
     any = any || named(name);
+  }
   const auto wanted = [&](const char* name) { return !any || named(name); };
   const std::vector<Kind> dense_a = {kBf16, kFp16}, any_kind = {kSwizzled, kLinear, kBf16, kFp16};
   int failed = 0;
@@ -567,5 +626,11 @@ int main(int argc, char** argv) {
     failed += test_rows("dense 512", run_dense<512>, any_kind, any_kind, 12);
   }
   if (wanted("general")) failed += test_general();
+  if (wanted("faults")) {
+    failed += test_faults("general", run_general, true);
+    failed += test_faults("small_m", run_small<8>, false);
+    failed += test_faults("wgmma", run_wgmma<8>, false);
+    failed += test_faults("dense", run_dense<40>, false);
+  }
   return failed;
 }

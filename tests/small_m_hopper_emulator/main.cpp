@@ -121,8 +121,9 @@ bool run_case(int64_t m, int64_t n, int64_t k, int kind, bool nan_rows) {
 int main() {
   int failed = 0;
   std::set<std::pair<int, int>> plans;
-  const int64_t shapes[][3] = {{1, 1, 32},     {3, 130, 96},   {8, 129, 1312}, {11, 40, 800},
-                               {16, 390, 544}, {17, 257, 288}, {32, 20, 2080}};
+  const int64_t shapes[][3] = {{1, 1, 32},     {3, 130, 96},   {8, 129, 1312},
+                               {11, 40, 800},  {16, 390, 544}, {17, 257, 288},
+                               {32, 20, 2080}, {40, 130, 96},  {100, 20, 544}};
   for (const auto& [m, n, k] : shapes) {
     for (int kind = 0; kind < kKinds; ++kind) {
       for (const int sms : {1, 8}) {
