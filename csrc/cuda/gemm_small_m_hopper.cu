@@ -72,10 +72,14 @@ struct Args {
   int tiles_per_row;        // scale tiles along k
 };
 
+// t of a lane that has sums of any of m rows of A.
+__device__ __forceinline__ int pairs_of(int m) { return min(4, (m + 1) / 2); }
+
 // A block's rows of A: those of its row of the grid.
 __device__ __forceinline__ Args slice_of(Args a) {
   const int begin = static_cast<int>(blockIdx.y) * kHopperSlice;
   a.m = min(a.m - begin, kHopperSlice);
+  a.pairs = pairs_of(a.m);
   a.gemm.a_row_begin += begin;
   a.gemm.out = static_cast<char*>(a.gemm.out) +
                begin * a.gemm.n * (a.gemm.out_type == DType::kFloat32 ? 4 : 2);
@@ -709,7 +713,6 @@ void launch_planned(const SmallMParams& p, const HopperPlan& plan, cudaStream_t 
                                                               : 1.0f / kSplitUnit<__nv_bfloat16>;
   a.unit = p.a_scale ? unit * unit : unit;
   a.m = static_cast<int>(p.m);
-  a.pairs = std::min(4, (a.m + 1) / 2);
   a.k = static_cast<int>(p.k);
   a.row_tiles = static_cast<int>(ceil_div(p.n, kTileRows));
   a.last_row = static_cast<int>((p.n - 1) % kTileRows);
