@@ -194,3 +194,4 @@ def test_the_plan_says_so():
     assert "gemm_mid_m" in explain(256, 5376, 14336).kernel
     for m, kernel in ((64, "gemm_small_m_hopper"), (65, "gemm_mid_m")):
         assert explain(m, 1024, 4096).kernel == kernel
+    assert explain(8, 4096, 14336).kernel == "gemm_small_m_hopper"

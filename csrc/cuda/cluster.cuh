@@ -25,18 +25,32 @@ __device__ __forceinline__ unsigned cluster_index() {
   return index;
 }
 
-// v to `address` of block `rank`'s shared memory; its four bytes are counted on the barrier at
-// `barrier` there.
-__device__ __forceinline__ void store_cluster_async(uint32_t address, int rank, float v,
+// v to `address` of block `rank`'s shared memory, a multiple of v's bytes, which are counted on the
+// barrier at `barrier` there.
+__device__ __forceinline__ void store_cluster_async(uint32_t address, int rank, const float (&v)[2],
                                                     uint32_t barrier) {
 #if NVFP4_WGMMA
   asm volatile(
       "{.reg .u32 there, counted;\n"
       "mapa.shared::cluster.u32 there, %0, %1;\n"
-      "mapa.shared::cluster.u32 counted, %3, %1;\n"
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], %2, [counted];}" ::"r"(
-          address),
-      "r"(rank), "r"(__float_as_uint(v)), "r"(barrier)
+      "mapa.shared::cluster.u32 counted, %4, %1;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [there], {%2, %3}, "
+      "[counted];}" ::"r"(address),
+      "r"(rank), "r"(__float_as_uint(v[0])), "r"(__float_as_uint(v[1])), "r"(barrier)
+      : "memory");
+#endif
+}
+__device__ __forceinline__ void store_cluster_async(uint32_t address, int rank, const float (&v)[4],
+                                                    uint32_t barrier) {
+#if NVFP4_WGMMA
+  asm volatile(
+      "{.reg .u32 there, counted;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mapa.shared::cluster.u32 counted, %6, %1;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [there], {%2, %3, %4, %5}, "
+      "[counted];}" ::"r"(address),
+      "r"(rank), "r"(__float_as_uint(v[0])), "r"(__float_as_uint(v[1])), "r"(__float_as_uint(v[2])),
+      "r"(__float_as_uint(v[3])), "r"(barrier)
       : "memory");
 #endif
 }

@@ -65,14 +65,16 @@ inline constexpr float kSplitUnit<__half> = 0x1p-14f;
 __device__ __forceinline__ void scale_pairs(uint32_t two, uint32_t (&pairs)[2], __nv_bfloat16) {
   float low, high;
   widen_pair(e4m3_to_half_pair(two), low, high, __half{});
-  pairs[0] = permute_bytes(__float_as_uint(low * 0x1p119f), 0, 0x3232);  // exact: four bits
-  pairs[1] = permute_bytes(__float_as_uint(high * 0x1p119f), 0, 0x3232);
+  const uint32_t both = multiply_pair(round_pair<__nv_bfloat16>(low, high), 0x7B007B00u,  // 2^119
+                                      __nv_bfloat16{});
+  pairs[0] = both_low(both);
+  pairs[1] = both_high(both);
 }
 // FP16 has e2m1 * 2^-14 times s without another factor: multiples of 2^-24, at most 0.17.
 __device__ __forceinline__ void scale_pairs(uint32_t two, uint32_t (&pairs)[2], __half) {
   const uint32_t both = e4m3_to_half_pair(two);
-  pairs[0] = permute_bytes(both, 0, 0x1010);
-  pairs[1] = permute_bytes(both, 0, 0x3232);
+  pairs[0] = both_low(both);
+  pairs[1] = both_high(both);
 }
 
 // Nibbles i and i + 4 where T has sign and magnitude, in pairs[i].
@@ -85,13 +87,15 @@ __device__ __forceinline__ void place_split(uint32_t word, uint32_t (&pairs)[4],
   pairs[3] = ((high & 0x00F000F0u) * ((1u << 8) + (1u << 2))) & 0x81C081C0u;
 }
 __device__ __forceinline__ void place_split(uint32_t word, uint32_t (&pairs)[4], __half) {
-  // Bytes s 0 0 0 e e m 0: the upper ones of the halves.
-  const uint32_t even = ((word << 4) & 0x80808080u) | ((word << 1) & 0x0E0E0E0Eu);
-  const uint32_t odd = (word & 0x80808080u) | ((word >> 3) & 0x0E0E0E0Eu);
-  pairs[0] = permute_bytes(even, 0, 0x2404);
-  pairs[1] = permute_bytes(odd, 0, 0x2404);
-  pairs[2] = even & 0xFF00FF00u;
-  pairs[3] = odd & 0xFF00FF00u;
+  // Bytes s x x x e e m x; then the halves' upper ones. Shifts to the left are multiplications, on
+  // another pipe than the rest.
+  constexpr uint32_t kSign = 0x80808080u, kWanted = 0x8E008E00u;
+  const uint32_t even = select_bits(word << 4, word << 1, kSign);
+  const uint32_t odd = select_bits(word, word >> 3, kSign);
+  pairs[0] = (even << 8) & kWanted;
+  pairs[1] = (odd << 8) & kWanted;
+  pairs[2] = even & kWanted;
+  pairs[3] = odd & kWanted;
 }
 
 // Elements i and i + 4 of the word's eight in out[i], the former in the low half. scale: a pair of

@@ -3,9 +3,10 @@
 //
 //   out (m, n) = T(fma(alpha, acc, bias)),  acc = sum_k A[m, k] B[n, k] in FP32
 //
-// What bounds it is first the bandwidth of B, then the instructions that decode it: the integer
-// pipe, which mma.sync blocks as well, is busy most of the time. What is left is to start early and
-// to end fast:
+// What bounds it is first the bandwidth of B, then its schedulers: 20 instructions decode a word,
+// and each mma.sync holds a scheduler up for six cycles, whatever else is ready. From 17 rows of A
+// on wgmma, with B's fragments as its register operand, takes less of them. What is left is to
+// start early and to end fast:
 // - A warp brings B's rows by cp.async in whole lines of 128 bytes, 256 k, into a ring in shared
 //   memory that it has to itself: 32 rows, n = 128 tile + 8 w + g + 32 j for g < 8, j < 4, and
 //   their scales, four tiles of 128x4. Lane (g, t) multiplies 64 consecutive k of each of its four
@@ -13,7 +14,8 @@
 //   twice.
 // - Warps of their own lay A out in shared memory, decoded where it is packed, in a ring of chunks
 //   of 256 k that all warps of the block read: for each eight k of a lane 16 bytes, in the order
-//   in which the tensor cores take them (see decode8_split).
+//   in which the tensor cores take them (see decode8_split). Their first loads go ahead of most of
+//   B's, behind which they would wait for microseconds.
 // - Three groups of four warps share a block: beside each other along n, or along k. The blocks of
 //   a cluster split k. Each warp sends its sums straight to the block that adds them up, in a fixed
 //   order: the same bytes in every run. A NaN scale of row n reaches row n of B's products only.
@@ -46,7 +48,16 @@ constexpr uint32_t kCodesBytes = kStripRows * kRowBytes;  // of a warp's stage
 constexpr uint32_t kScalesBytes = kChunkTiles * 8 * kVectorBytes;
 constexpr uint32_t kStageBytes = kCodesBytes + kScalesBytes;
 constexpr uint32_t kFragmentBytes = kWarpSize * kVectorBytes;  // A: eight rows, eight k a lane
+constexpr uint32_t kAtomBytes = 1024;                          // A for wgmma: eight rows, 64 k
+
+// From 32 rows of A on a warpgroup's product takes less of its warps' time than theirs one by one.
+template <int kTiles>
+constexpr bool kByGroup = kTiles == 4;
 static_assert(kStageBytes == kHopperStageBytes);
+static_assert(2 * kFragmentBytes == kAtomBytes);
+
+// Quotients of what is below 8 times the rows of B that a block has, by as many or fewer.
+constexpr int kShareShift = 22;
 
 struct Args {
   SmallMParams gemm;
@@ -54,18 +65,23 @@ struct Args {
   int cluster;
   int chunks,
       longer;  // of k: a block has `chunks`, the first `longer` blocks of a cluster one more
+  int pairs;   // t of which there are rows of A
   int share;   // rows of B whose sums a block adds up
-  uint32_t per_share;  // 2^20 / share, rounded up
+  uint32_t per_share;  // 2^kShareShift / share, rounded up
   float unit;
   int m, k;
   int row_tiles, last_row;  // tiles of B's rows; the last row in the last of them
   int tiles_per_row;        // scale tiles along k
 };
 
+// t of a lane that has sums of any of m rows of A.
+__device__ __forceinline__ int pairs_of(int m) { return min(4, (m + 1) / 2); }
+
 // A block's rows of A: those of its row of the grid.
 __device__ __forceinline__ Args slice_of(Args a) {
   const int begin = static_cast<int>(blockIdx.y) * kHopperSlice;
   a.m = min(a.m - begin, kHopperSlice);
+  a.pairs = pairs_of(a.m);
   a.gemm.a_row_begin += begin;
   a.gemm.out = static_cast<char*>(a.gemm.out) +
                begin * a.gemm.n * (a.gemm.out_type == DType::kFloat32 ? 4 : 2);
@@ -83,7 +99,7 @@ struct Layout {
       kStages + kHopperGroups * kGroupWarps * Ring::kStages * kStageBytes;
   static constexpr uint32_t kBarriers = kSums + hopper_sums_bytes(8 * kTiles);
   static constexpr uint32_t kReceived = kBarriers + Ring::kSlots * 16;
-  static constexpr uint32_t kBytes = kReceived + 16;
+  static constexpr uint32_t kBytes = kReceived + 16 + kAtomBytes;  // from a multiple of it on
   static_assert(kBytes <= kHopperShared);
 };
 
@@ -94,10 +110,28 @@ __device__ __forceinline__ uint32_t word(const uint4& v, int i) {
 // ------------------------------------------------------------------------- A in shared memory
 //
 // Slot of a chunk: for v < 2, w < 4, tile of eight rows, lane (row, t): 16 bytes,
-// A[8 tile + row][64 t + 32 v + 8 w + i] for i = 0 4 1 5 2 6 3 7. Rows past m are left as they are:
-// their sums are dropped. A warp has the v of its parity and every other unit of rows; it loads a
-// unit at a time, many of them under way. Loads are never skipped, what lies past the end is
-// brought back to the end: a branch a load costs more.
+// A[8 tile + row][64 t + 32 v + 8 w + i] for i = 0 4 1 5 2 6 3 7. For wgmma four pairs of them lie
+// apart: for v, w / 2, row of A 128 bytes, pair p of the four lanes t beside each other as vector
+// 4 (w % 2) + p, exclusive-ored with the row. Rows past m are left as they are: their sums are
+// dropped. A warp has the v of its parity and every other unit of rows; it loads a unit at a time,
+// many of them under way. Loads are never skipped, what lies past the end is brought back to the
+// end: a branch a load costs more.
+
+// The eight k of `word` = 4 v + w, row m, lane t.
+template <int kTiles>
+__device__ __forceinline__ void store_pairs(uint32_t slot, int word, int m, int t,
+                                            const uint32_t (&pairs)[4]) {
+  if constexpr (kByGroup<kTiles>) {
+    const uint32_t row = slot + word / 2 * (kTiles * kAtomBytes) + m * kRowBytes + t * 4;
+#pragma unroll
+    for (int p = 0; p < 4; ++p) {
+      store_shared_word(row + ((word % 2 * 4 + p) ^ m % 8) * kVectorBytes, pairs[p]);
+    }
+  } else {
+    store_shared(slot + (word * kTiles + m / 8) * kFragmentBytes + (m % 8 * 4 + t) * kVectorBytes,
+                 make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]));
+  }
+}
 
 // Dense: units of two rows; lanes take four t, two rows, four w.
 template <typename T, bool kPackedA, int kTiles>
@@ -116,19 +150,19 @@ struct Unit {
   __device__ __forceinline__ void load(const Args& a, int unit, int chunk, int warp, int lane) {
     const SmallMParams& q = a.gemm;
     const int k = min(chunk * kHopperChunk + first_k(warp, lane), a.k - 8);
-    value = load_cached(static_cast<const uint16_t*>(q.a) +
-                        (q.a_row_begin + min(row(unit, warp, lane), a.m - 1)) * q.a_row_stride + k);
+    value = load_vector_before(
+        static_cast<const uint16_t*>(q.a) +
+        (q.a_row_begin + min(row(unit, warp, lane), a.m - 1)) * q.a_row_stride + k);
   }
   __device__ __forceinline__ void store(const Args& a, uint32_t slot, int unit, int chunk, int warp,
                                         int lane) const {
-    const int m = row(unit, warp, lane), fragment = warp % 2 * 4 + lane / 8;
+    const int m = row(unit, warp, lane);
     if (m >= a.m) return;
     uint4 v = value;
     if (chunk * kHopperChunk + first_k(warp, lane) >= a.k) v = make_uint4(0, 0, 0, 0);
-    store_shared(
-        slot + (fragment * kTiles + m / 8) * kFragmentBytes + (m % 8 * 4 + lane % 4) * kVectorBytes,
-        make_uint4(permute_bytes(v.x, v.z, 0x5410), permute_bytes(v.x, v.z, 0x7632),
-                   permute_bytes(v.y, v.w, 0x5410), permute_bytes(v.y, v.w, 0x7632)));
+    const uint32_t pairs[4] = {permute_bytes(v.x, v.z, 0x5410), permute_bytes(v.x, v.z, 0x7632),
+                               permute_bytes(v.y, v.w, 0x5410), permute_bytes(v.y, v.w, 0x7632)};
+    store_pairs<kTiles>(slot, warp % 2 * 4 + lane / 8, m, lane % 4, pairs);
   }
 };
 
@@ -149,9 +183,8 @@ struct Unit<T, true, kTiles> {
     const SmallMParams& q = a.gemm;
     const int k = min(chunk * kHopperChunk + first_k(warp, lane), a.k - 32);
     const int64_t m = q.a_row_begin + min(8 * tile(unit, warp) + lane / 4, a.m - 1);
-    codes = load_cached(static_cast<const uint8_t*>(q.a) + (m * a.k + k) / 2);
-    scales = __ldg(reinterpret_cast<const uint16_t*>(
-        q.a_scale + swizzled_offset(m, k / kBlockSize, a.tiles_per_row)));
+    codes = load_vector_before(static_cast<const uint8_t*>(q.a) + (m * a.k + k) / 2);
+    scales = load_half_before(q.a_scale + swizzled_offset(m, k / kBlockSize, a.tiles_per_row));
   }
   __device__ __forceinline__ void store(const Args& a, uint32_t slot, int unit, int chunk, int warp,
                                         int lane) const {
@@ -163,9 +196,7 @@ struct Unit<T, true, kTiles> {
     for (int w = 0; w < 4; ++w) {
       uint32_t r[4];
       decode8_split<T>(word(codes, w), s[w / 2], r);
-      store_shared(slot + ((warp % 2 * 4 + w) * kTiles + tile(unit, warp)) * kFragmentBytes +
-                       lane * kVectorBytes,
-                   make_uint4(r[0], r[1], r[2], r[3]));
+      store_pairs<kTiles>(slot, warp % 2 * 4 + w, 8 * tile(unit, warp) + lane / 4, lane % 4, r);
     }
   }
 };
@@ -213,7 +244,10 @@ struct Stager {
       if (u == 0) barrier_wait(barriers + slot * 16 + 8, (c / kSlots + 1) & 1);
       batch[kWhich][i].store(a, slots + slot * Layout<kTiles>::kSlotBytes, u, first + c, warp,
                              lane);
-      if (u == U::kOfChunk - 1) barrier_arrive(barriers + slot * 16);
+      if (u == U::kOfChunk - 1) {
+        if (kByGroup<kTiles>) fence_shared_for_wgmma();
+        barrier_arrive(barriers + slot * 16);
+      }
     }
   }
 
@@ -237,7 +271,7 @@ struct WeightRing {
   int k_left, scale_k_left;               // from this lane's piece to the end of its rows
   int to_issue, k_step;                   // chunks of this warp left; k from one to the next
   uint32_t begin, end, filling, reading;  // stages
-  uint32_t code_target[2], scale_target;
+  uint32_t code_target[2], scale_target, scale_row;
 
   // Lane (r, p): 16-byte piece p of rows r, r + 4, ... of the warp's 32, and of scale tile r.
   __device__ WeightRing(const Args& a, int tile, int w, int lane, int first, int k_groups,
@@ -247,13 +281,14 @@ struct WeightRing {
     const int read = min(tile, a.row_tiles - 1);  // past the end: as the last, dropped
     const int last = read == a.row_tiles - 1 ? a.last_row : kTileRows - 1;
     const uint32_t pitch = static_cast<uint32_t>(a.k) / 2;
-    codes = q.b + int64_t{read} * (kTileRows * pitch) + first * kRowBytes + p * kVectorBytes;
+    codes = q.b + int64_t{read} * (kTileRows * pitch) + first * kRowBytes;
 #pragma unroll
     for (int i = 0; i < kRowsPerLane * 2; ++i) {
-      row[i] = static_cast<uint32_t>(min(8 * w + r + i % 2 * 4 + i / 2 * 32, last)) * pitch;
+      row[i] = static_cast<uint32_t>(min(8 * w + r + i % 2 * 4 + i / 2 * 32, last)) * pitch +
+               p * kVectorBytes;
     }
-    scales = q.b_scale + (int64_t{read} * a.tiles_per_row + first * kChunkTiles + r) * kTileBytes +
-             (8 * w + p) * kVectorBytes;
+    scales = q.b_scale + (int64_t{read} * a.tiles_per_row + first * kChunkTiles) * kTileBytes;
+    scale_row = r * kTileBytes + (8 * w + p) * kVectorBytes;
     k_left = a.k - first * kHopperChunk - p * 32;
     scale_k_left = a.k - first * kHopperChunk - r * kLaneK;
     to_issue = steps;
@@ -277,7 +312,7 @@ struct WeightRing {
       for (int i = 0; i < kRowsPerLane * 2; ++i) {
         copy_async(filling + code_target[i % 2] + i / 2 * 8 * kRowBytes, codes + row[i], valid);
       }
-      copy_async(filling + scale_target, scales, scale_k_left > 0 ? kVectorBytes : 0);
+      copy_async(filling + scale_target, scales + scale_row, scale_k_left > 0 ? kVectorBytes : 0);
       codes += k_step / 2;
       scales += k_step / kBlockSize / kTileCols * kTileBytes;
       k_left -= k_step;
@@ -303,12 +338,29 @@ struct Accumulators {
   float c[kRowsPerLane / 2][kTiles][4];  // pairs of rows (j, j + 1), tiles of A, mma's four
 };
 
-// Half of a lane's k, 32 of each row. scales: a row's two of them in bits 0..15. activations: this
-// lane's fragment of the half's first eight k.
+// Words of rows j and j + 1 in the order of mma's four registers, for the first four k of each and
+// the second.
+template <typename T>
+__device__ __forceinline__ void decode_rows(uint32_t first, uint32_t first_scale, uint32_t second,
+                                            uint32_t second_scale, uint32_t (&out)[2][4]) {
+  uint32_t low[4], high[4];
+  decode8_split<T>(first, first_scale, low);
+  decode8_split<T>(second, second_scale, high);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    out[h][0] = low[2 * h];
+    out[h][1] = high[2 * h];
+    out[h][2] = low[2 * h + 1];
+    out[h][3] = high[2 * h + 1];
+  }
+}
+
+// Half of a lane's k, v, 32 of each row. scales: a row's two of them in bits 0..15. slot: A's
+// chunk.
 template <typename T, int kTiles>
-__device__ __forceinline__ void multiply_half(const uint4 (&codes)[kRowsPerLane],
-                                              const uint32_t (&scales)[kRowsPerLane],
-                                              uint32_t activations, Accumulators<kTiles>& acc) {
+__device__ __forceinline__ void multiply_half(int v, const uint4 (&codes)[kRowsPerLane],
+                                              const uint32_t (&scales)[kRowsPerLane], uint32_t slot,
+                                              int lane, Accumulators<kTiles>& acc) {
   uint32_t scale[kRowsPerLane][2];
 #pragma unroll
   for (int j = 0; j < kRowsPerLane; ++j) scale_pairs(scales[j], scale[j], T{});
@@ -317,21 +369,13 @@ __device__ __forceinline__ void multiply_half(const uint4 (&codes)[kRowsPerLane]
     uint4 x[kTiles];
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
-      x[i] = load_shared(activations + (w * kTiles + i) * kFragmentBytes);
+      x[i] = load_shared(slot + ((4 * v + w) * kTiles + i) * kFragmentBytes + lane * kVectorBytes);
     }
     uint32_t b[2][2][4];  // pair of rows, first or second four k, mma's four
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      uint32_t low[4], high[4];
-      decode8_split<T>(word(codes[2 * r], w), scale[2 * r][w / 2], low);
-      decode8_split<T>(word(codes[2 * r + 1], w), scale[2 * r + 1][w / 2], high);
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        b[r][h][0] = low[2 * h];
-        b[r][h][1] = high[2 * h];
-        b[r][h][2] = low[2 * h + 1];
-        b[r][h][3] = high[2 * h + 1];
-      }
+      decode_rows<T>(word(codes[2 * r], w), scale[2 * r][w / 2], word(codes[2 * r + 1], w),
+                     scale[2 * r + 1][w / 2], b[r]);
     }
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
@@ -343,6 +387,36 @@ __device__ __forceinline__ void multiply_half(const uint4 (&codes)[kRowsPerLane]
   }
 }
 
+// The same by wgmma. fragments: of each pair of rows, which its products still read.
+template <typename T, int kTiles>
+__device__ __forceinline__ void multiply_half_by_group(int v, const uint4 (&codes)[kRowsPerLane],
+                                                       const uint32_t (&scales)[kRowsPerLane],
+                                                       uint32_t slot,
+                                                       uint32_t (&fragments)[2][2][4],
+                                                       Accumulators<kTiles>& acc) {
+  const uint32_t activations = wgmma_descriptor_low(slot);
+  uint32_t scale[kRowsPerLane][2];
+#pragma unroll
+  for (int j = 0; j < kRowsPerLane; ++j) scale_pairs(scales[j], scale[j], T{});
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    const uint32_t at = activations + ((2 * v + w / 2) * kTiles * kAtomBytes + w % 2 * 64) / 16;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      wgmma_wait<1>();  // the last ones of this pair
+      decode_rows<T>(word(codes[2 * r], w), scale[2 * r][w / 2], word(codes[2 * r + 1], w),
+                     scale[2 * r + 1][w / 2], fragments[r]);
+      wgmma_fence();
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        wgmma(reinterpret_cast<float (&)[4 * kTiles]>(acc.c[r]), fragments[r][h],
+              wgmma_descriptor_of(at + 2 * h), T{});
+      }
+      wgmma_commit();
+    }
+  }
+}
+
 // Chunks [chunk, chunk + k_groups, ...) of the block's, `steps` of them; b has its first under way.
 template <typename T, int kTiles>
 __device__ __forceinline__ void multiply(WeightRing& b, int chunk, int steps, int k_groups,
@@ -350,6 +424,7 @@ __device__ __forceinline__ void multiply(WeightRing& b, int chunk, int steps, in
                                          uint32_t barriers, Accumulators<kTiles>& acc) {
   constexpr int kSlots = HopperRing<kTiles>::kSlots, kStages = HopperRing<kTiles>::kStages;
   const int lane = 4 * g + t;
+  [[maybe_unused]] uint32_t fragments[2][2][4];
   for (int step = 0; step < steps; ++step) {
     wait_copies<kStages - 1>();
     __syncwarp();
@@ -361,7 +436,7 @@ __device__ __forceinline__ void multiply(WeightRing& b, int chunk, int steps, in
       scales.w &= 0xFFFFu;
     }
     const int slot = chunk % kSlots;
-    const uint32_t activations = slots + slot * Layout<kTiles>::kSlotBytes + lane * kVectorBytes;
+    const uint32_t activations = slots + slot * Layout<kTiles>::kSlotBytes;
     barrier_wait(barriers + slot * 16, chunk / kSlots & 1);
 #pragma unroll
     for (int v = 0; v < 2; ++v) {
@@ -377,8 +452,13 @@ __device__ __forceinline__ void multiply(WeightRing& b, int chunk, int steps, in
         b.issue();
         b.advance(b.reading);
       }
-      multiply_half<T, kTiles>(codes, two, activations + v * 4 * kTiles * kFragmentBytes, acc);
+      if constexpr (kByGroup<kTiles>) {
+        multiply_half_by_group<T, kTiles>(v, codes, two, activations, fragments, acc);
+      } else {
+        multiply_half<T, kTiles>(v, codes, two, activations, lane, acc);
+      }
     }
+    if (kByGroup<kTiles>) wgmma_wait<0>();
     __syncwarp();
     if (lane == 0) barrier_arrive(barriers + slot * 16 + 8);
     chunk += k_groups;
@@ -390,45 +470,72 @@ __device__ __forceinline__ void multiply(WeightRing& b, int chunk, int steps, in
 // ------------------------------------------------------------------------------------ reduction
 //
 // Block r of a cluster adds up the rows [r share, (r + 1) share) of the block's rows of B. It
-// receives [block of the cluster][group along k][row of A][row of B].
+// receives, as lanes have them, [block of the cluster][group along k][t][row of B] the 2 kTiles
+// sums of A's rows 8 i + 2 t + c, i < kTiles, c < 2; no t of which all rows are past m.
+
+template <int kTiles>
+struct Sums {
+  static constexpr int kOfRow = 2 * kTiles;
+  static constexpr int kVector = kTiles == 1 ? 2 : 4;  // sent and read at a time
+  static constexpr int kVectors = kOfRow / kVector;
+  using Vector = std::conditional_t<kVector == 2, float2, float4>;
+};
 
 template <int kTiles>
 __device__ __forceinline__ void send_sums(const Args& a, int rank, int k_groups, int k_group,
                                           int row_group, int w, int g, int t, uint32_t sums,
                                           uint32_t received, const Accumulators<kTiles>& acc) {
-  const uint32_t set = sums + (rank * k_groups + k_group) * a.m * a.share * 4;
+  using S = Sums<kTiles>;
+  if (t >= a.pairs) return;
+  const uint32_t set = sums + ((rank * k_groups + k_group) * a.pairs + t) * a.share * S::kOfRow * 4;
 #pragma unroll
   for (int j = 0; j < kRowsPerLane; ++j) {
     const uint32_t row = row_group * kTileRows + 32 * j + 8 * w + g;
-    const uint32_t owner = row * a.per_share >> 20;
-    const uint32_t target = set + (row - owner * a.share) * 4;
+    const uint32_t owner = row * a.per_share >> kShareShift;
+    const uint32_t target = set + (row - owner * a.share) * S::kOfRow * 4;
 #pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
+    for (int v = 0; v < S::kVectors; ++v) {
+      float sent[S::kVector];
 #pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int m = 8 * i + 2 * t + c;
-        if (m >= a.m) continue;
-        store_cluster_async(target + m * a.share * 4, static_cast<int>(owner),
-                            acc.c[j / 2][i][j % 2 * 2 + c], received);
+      for (int x = 0; x < S::kVector; ++x) {
+        sent[x] = acc.c[j / 2][(v * S::kVector + x) / 2][j % 2 * 2 + x % 2];
       }
+      store_cluster_async(target + v * S::kVector * 4, static_cast<int>(owner), sent, received);
     }
   }
 }
 
 // Adds the sets in ascending order, applies the epilogue, stores. first: of this block's rows of B.
+template <int kTiles>
 __device__ __forceinline__ void finish(const Args& a, int64_t first, int rows, int sets,
-                                       const float* sums) {
+                                       float alpha, const float* sums) {
+  using S = Sums<kTiles>;
   const SmallMParams& q = a.gemm;
-  const float alpha = load_scalar(q.alpha);
-  for (int e = static_cast<int>(threadIdx.x); e < a.m * rows; e += kThreads) {
-    const int m = e / rows, r = e - m * rows;
-    if (first + r >= q.n) continue;
-    const float* at = sums + m * a.share + r;
-    const int set = a.m * a.share;
-    float acc = at[0];
-    for (int s = 1; s < sets; ++s) acc += at[s * set];
+
+  const int set = a.pairs * a.share * S::kOfRow;
+  for (uint32_t e = threadIdx.x; e < static_cast<uint32_t>(a.pairs * S::kVectors * a.share);
+       e += kThreads) {
+    const int part = static_cast<int>(e * a.per_share >> kShareShift);
+    const int r = static_cast<int>(e) - part * a.share, t = part / S::kVectors;
+    if (r >= rows || first + r >= q.n) continue;
+    const float* at = sums + (t * a.share + r) * S::kOfRow + part % S::kVectors * S::kVector;
+    float acc[S::kVector] = {};
+    for (int s = 0; s < sets; ++s) {
+      const typename S::Vector got = *reinterpret_cast<const typename S::Vector*>(at + s * set);
+      acc[0] += got.x;
+      acc[1] += got.y;
+      if constexpr (S::kVector == 4) {
+        acc[2] += got.z;
+        acc[3] += got.w;
+      }
+    }
     const float bias = q.bias ? load_as_float(q.bias, q.bias_type, first + r) : 0.0f;
-    store_one(q.out, q.out_type, m * q.n + first + r, fma_rn(alpha, acc * a.unit, bias));
+#pragma unroll
+    for (int x = 0; x < S::kVector; ++x) {
+      const int i = (part % S::kVectors * S::kVector + x) / 2, m = 8 * i + 2 * t + x % 2;
+      if (m >= a.m) continue;
+      store_one(q.out, q.out_type, m * q.n + first + r, fma_rn(alpha, acc[x] * a.unit, bias));
+    }
   }
 }
 
@@ -439,10 +546,12 @@ __global__ void __launch_bounds__(kThreads, 1) small_m_hopper_kernel(const Args 
     using Ring = HopperRing<kTiles>;
     using Place = Layout<kTiles>;
     using Staged = Stager<T, kPackedA, kTiles>;
-    const uint32_t shared = shared_address(dynamic_shared());
+    const uint32_t start = shared_address(dynamic_shared());
+    uint32_t shared = (start + kAtomBytes - 1) / kAtomBytes * kAtomBytes;
+    keep(shared);
     const uint32_t slots = shared + Place::kSlots, barriers = shared + Place::kBarriers;
     const uint32_t received = shared + Place::kReceived;
-    const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
+    const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / kWarpSize, 0);
     const int lane = static_cast<int>(threadIdx.x) % kWarpSize, g = lane / 4, t = lane % 4;
     const int group = warp / kGroupWarps, w = warp % kGroupWarps;
     const int rank = a.cluster > 1 ? cluster_rank() : 0;
@@ -462,8 +571,10 @@ __global__ void __launch_bounds__(kThreads, 1) small_m_hopper_kernel(const Args 
       }
       barrier_init(received, 1);
       fence_barrier_init();
-      barrier_expect(received, static_cast<uint32_t>(own_rows * a.m * sets * 4));
+      barrier_expect(received,
+                     static_cast<uint32_t>(own_rows * sets * a.pairs * Sums<kTiles>::kOfRow * 4));
     }
+    float alpha;  // loaded where there is something else to wait for
     let_next_kernel_start();
     wait_for_kernel_ahead();
     if (group == kHopperGroups) {
@@ -472,6 +583,7 @@ __global__ void __launch_bounds__(kThreads, 1) small_m_hopper_kernel(const Args 
       __syncthreads();
       cluster_arrive_relaxed();
       stager.run();
+      alpha = load_scalar(a.gemm.alpha);
       cluster_wait();
     } else {
       const int steps = (chunks - k_group + k_groups - 1) / k_groups;
@@ -486,13 +598,15 @@ __global__ void __launch_bounds__(kThreads, 1) small_m_hopper_kernel(const Args 
       Accumulators<kTiles> acc = {};
       const int k_left = a.k - first_of_group * kHopperChunk - t * kLaneK;
       multiply<T, kTiles>(b, k_group, steps, k_groups, k_left, g, t, slots, barriers, acc);
+      alpha = load_scalar(a.gemm.alpha);
       cluster_wait();  // the others run: they may be sent something
       send_sums<kTiles>(a, rank, k_groups, k_group, row_group, w, g, t, shared + Place::kSums,
                         received, acc);
     }
     barrier_wait(received, 0);
-    finish(a, int64_t{block} * a.row_groups * kTileRows + rank * a.share, own_rows, sets,
-           reinterpret_cast<const float*>(dynamic_shared() + Place::kSums));
+    finish<kTiles>(
+        a, int64_t{block} * a.row_groups * kTileRows + rank * a.share, own_rows, sets, alpha,
+        reinterpret_cast<const float*>(dynamic_shared() + (shared - start) + Place::kSums));
   }
 }
 
@@ -596,7 +710,7 @@ void launch_planned(const SmallMParams& p, const HopperPlan& plan, cudaStream_t 
   a.chunks = static_cast<int>(chunks / plan.cluster);
   a.longer = static_cast<int>(chunks % plan.cluster);
   a.share = hopper_share(plan);
-  a.per_share = ((1u << 20) + a.share - 1) / a.share;
+  a.per_share = ((1u << kShareShift) + a.share - 1) / a.share;
   const float unit = p.a_scale || p.a_type == DType::kFloat16 ? 1.0f / kSplitUnit<__half>
                                                               : 1.0f / kSplitUnit<__nv_bfloat16>;
   a.unit = p.a_scale ? unit * unit : unit;

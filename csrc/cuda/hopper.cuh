@@ -86,6 +86,9 @@ __device__ __forceinline__ uint32_t load_shared_word(uint32_t address) {
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
   return v;
 }
+__device__ __forceinline__ void store_shared_word(uint32_t address, uint32_t v) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
 
 // Four 8 x 8 matrices of 16-bit values. Lane l gives the address of row l % 8 of matrix l / 8, 16
 // bytes, and gets values 2 (l % 4) and 2 (l % 4) + 1 of row l / 4 of each.
@@ -161,6 +164,13 @@ __device__ __forceinline__ void give_registers() {
 #endif
 }
 
+// This thread's ordinary writes to shared memory are there for wgmma, of whoever hears of it.
+__device__ __forceinline__ void fence_shared_for_wgmma() {
+#if NVFP4_WGMMA
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
 // Before the first wgmma, and between ordinary writes of its registers and the next one.
 __device__ __forceinline__ void wgmma_fence() {
 #if NVFP4_WGMMA
@@ -204,7 +214,7 @@ __device__ __forceinline__ uint32_t wgmma_descriptor_low(uint32_t address) {
   return static_cast<uint32_t>(wgmma_descriptor(address));
 }
 __device__ __forceinline__ uint64_t wgmma_descriptor_of(uint32_t low) {
-  return wgmma_descriptor(0) | low;
+  return wgmma_descriptor(0) >> 32 << 32 | low;
 }
 
 // d (64 x N) += a (64 x 16, in registers) b (N x 16, in shared memory)^T, N = 2 kCount. The

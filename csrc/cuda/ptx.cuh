@@ -26,6 +26,14 @@ __device__ __forceinline__ uint32_t permute_bytes(uint32_t a, uint32_t b, uint32
   return r;
 }
 
+// The bits of a where mask has ones, else those of b: one instruction, which the compiler would
+// take apart where it knows that some of them are masked away later.
+__device__ __forceinline__ uint32_t select_bits(uint32_t a, uint32_t b, uint32_t mask) {
+  uint32_t r;
+  asm("lop3.b32 %0, %1, %2, %3, 0xE4;" : "=r"(r) : "r"(a), "r"(b), "r"(mask));
+  return r;
+}
+
 // max that a NaN operand turns into NaN.
 __device__ __forceinline__ float max_nan(float a, float b) {
   float r;
@@ -103,6 +111,22 @@ __device__ __forceinline__ uint32_t round_pair(float low, float high) {
   return r;
 }
 
+// The low or the high half of a pair, twice: nothing where a multiplication reads it so.
+__device__ __forceinline__ uint32_t both_low(uint32_t pair) {
+  uint32_t r;
+  asm("{.reg .b16 low, high;\n mov.b32 {low, high}, %1;\n mov.b32 %0, {low, low};}"
+      : "=r"(r)
+      : "r"(pair));
+  return r;
+}
+__device__ __forceinline__ uint32_t both_high(uint32_t pair) {
+  uint32_t r;
+  asm("{.reg .b16 low, high;\n mov.b32 {low, high}, %1;\n mov.b32 %0, {high, high};}"
+      : "=r"(r)
+      : "r"(pair));
+  return r;
+}
+
 // Two E4M3 codes in bits 0..15 as a pair of FP16, exactly; a NaN stays one.
 __device__ __forceinline__ uint32_t e4m3_to_half_pair(uint32_t two) {
 #if __CUDA_ARCH__ >= 890
@@ -150,6 +174,22 @@ __device__ __forceinline__ uint4 load_cached(const void* p) {
   asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(p));
+  return v;
+}
+
+// Kept in L1 too, and before a barrier that follows: the compiler moves what it knows to be
+// read-only to where it is used.
+__device__ __forceinline__ uint4 load_vector_before(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ uint32_t load_half_before(const void* p) {
+  uint16_t v;
+  asm volatile("ld.global.u16 %0, [%1];" : "=h"(v) : "l"(p) : "memory");
   return v;
 }
 

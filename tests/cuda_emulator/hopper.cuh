@@ -52,8 +52,10 @@ inline void copy_bulk(uint32_t target, const void* source, uint32_t bytes, uint3
 }
 inline void cluster_arrive_relaxed() {}
 inline unsigned cluster_index() { return static_cast<unsigned>(emulator::cluster_index()); }
-inline void store_cluster_async(uint32_t address, int rank, float v, uint32_t barrier) {
-  std::memcpy(emulator::shared_memory(rank) + address, &v, sizeof(v));
+template <int kCount>
+void store_cluster_async(uint32_t address, int rank, const float (&v)[kCount], uint32_t barrier) {
+  if (address % sizeof(v)) std::abort();
+  std::memcpy(emulator::shared_memory(rank) + address, v, sizeof(v));
   emulator::bytes_arrived(rank, barrier, sizeof(v));
 }
 inline void fence_device() {}
@@ -94,6 +96,10 @@ inline uint32_t load_shared_word(uint32_t address) {
   return v;
 }
 
+inline void store_shared_word(uint32_t address, uint32_t v) {
+  std::memcpy(dynamic_shared() + address, &v, sizeof(v));
+}
+
 inline void load_matrices(uint32_t (&out)[4], uint32_t address) {
   const auto* all = emulator::exchange({{address}});
   for (int i = 0; i < 4; ++i) {
@@ -103,6 +109,8 @@ inline void load_matrices(uint32_t (&out)[4], uint32_t address) {
 }
 
 inline uint64_t wgmma_descriptor(uint32_t address) { return address / 16; }
+inline uint32_t wgmma_descriptor_low(uint32_t address) { return address / 16; }
+inline uint64_t wgmma_descriptor_of(uint32_t low) { return low; }
 
 // The hardware's address of k vector `v` (16 bytes) of row n: bits 6..4 exclusive-ored with bits
 // 9..7, of the address itself.

@@ -11,6 +11,11 @@
 
 namespace nvfp4::cuda {
 
+inline uint32_t both_low(uint32_t pair) { return (pair & 0xFFFF) * 0x10001u; }
+inline uint32_t both_high(uint32_t pair) { return (pair >> 16) * 0x10001u; }
+inline uint32_t select_bits(uint32_t a, uint32_t b, uint32_t mask) {
+  return (a & mask) | (b & ~mask);
+}
 inline uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
   const uint64_t bytes = a | uint64_t{b} << 32;
   uint32_t r = 0;
@@ -103,6 +108,12 @@ inline uint4 load_streaming(const void* p) {
 }
 
 inline uint4 load_cached(const void* p) { return load_streaming(p); }
+inline uint4 load_vector_before(const void* p) { return load_streaming(p); }
+inline uint32_t load_half_before(const void* p) {
+  uint16_t v;
+  std::memcpy(&v, p, sizeof(v));
+  return v;
+}
 
 inline uint8_t* dynamic_shared() { return emulator::shared_memory(emulator::cluster_rank()); }
 inline uint32_t shared_address(const void* p) {
