@@ -290,8 +290,12 @@ __device__ __forceinline__ void multiply_tile(const WgmmaArgs& args, const Group
   int before = 0;
   for (int step = 0; step < args.steps; ++step) {
     const int stage = place.stage;
-    const uint32_t a = wgmma_descriptor_low(
-        ring.stages + static_cast<uint32_t>(stage) * kStageBytes<kTileM> + kAAt);
+    // All lanes have the same: said in this way, so that it stays in uniform registers.
+    const uint32_t a =
+        __shfl_sync(kFullWarp,
+                    wgmma_descriptor_low(ring.stages +
+                                         static_cast<uint32_t>(stage) * kStageBytes<kTileM> + kAAt),
+                    0);
 #pragma unroll
     for (int q = 0; q < kStepK / kHalfK; ++q) {
       uint32_t scale[kRowsPerLane][2];
