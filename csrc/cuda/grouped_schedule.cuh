@@ -288,10 +288,11 @@ NVFP4_HD bool wide_stores(const GroupedGemmParams& p) {
   return reinterpret_cast<uintptr_t>(p.out) % 16 == 0 && p.n % 8 == 0;
 }
 
+// early: starts while the kernel ahead, if that lets it, still runs; waits for it where it must.
 template <typename Kernel, typename Args>
 void launch_persistent(const char* name, Kernel kernel, int64_t items, int threads,
                        size_t shared_bytes, int blocks_per_sm, Stream stream, const Args& args,
-                       int cluster = 1) {
+                       int cluster = 1, bool early = false) {
   const int64_t resident = int64_t{current_device().sm_count} / cluster * blocks_per_sm;
   check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                              cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -303,11 +304,18 @@ void launch_persistent(const char* name, Kernel kernel, int64_t items, int threa
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = shared_bytes;
   config.stream = as_stream(stream);
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
-  config.attrs = &attribute;
-  config.numAttrs = cluster > 1 ? 1 : 0;
+  cudaLaunchAttribute attributes[2] = {};
+  config.attrs = attributes;
+  if (cluster > 1) {
+    cudaLaunchAttribute& one = attributes[config.numAttrs++];
+    one.id = cudaLaunchAttributeClusterDimension;
+    one.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  }
+  if (early) {
+    cudaLaunchAttribute& one = attributes[config.numAttrs++];
+    one.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    one.val.programmaticStreamSerializationAllowed = 1;
+  }
   check(cudaLaunchKernelEx(&config, kernel, args), name);
 }
 

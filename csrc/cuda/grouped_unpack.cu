@@ -88,6 +88,7 @@ __device__ __forceinline__ void decode_raw(const Raw<kPacked>& raw, uint32_t (&w
 // bytes w = 0 ... 3, i = 0 ... 3 is where wgmma takes it from.
 template <typename T, bool kPacked, KOrder kOrder>
 __global__ void __launch_bounds__(kThreads) unpack_kernel(const UnpackArgs args) {
+  let_next_kernel_start();
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const RowWindow window = args.weights ? RowWindow{0, args.rows} : window_of(args.part);
   const Operand& source = args.source;

@@ -39,22 +39,29 @@ constexpr int kTileN = kMultipliers * kGroupRows;
 constexpr int kRowsPerLane = 4;  // j
 constexpr int kCodeBytes = kTileN * kBoxBytes;
 constexpr int kScaleBytes = kStepTiles * kTileBytes;  // a warpgroup's
-constexpr int kOutRows = 16;                          // of A, written at a time
-constexpr int kOutPitch = kGroupRows + 8;             // 16-bit results; spreads rows over banks
-constexpr int kStagedBytes = kMultipliers * kOutRows * kOutPitch * 2;
+constexpr int kMatrixBytes = 8 * kVectorBytes;        // 8 x 8 results of 16 bits
+// Where a warp turns results round: a matrix of each of its lanes' rows.
+constexpr int kTurnBytes = kRowsPerLane * kMatrixBytes;
+constexpr int kStagedBytes = kMultipliers * kGroupThreads / kWarpSize * kTurnBytes;
 constexpr int kMaxStages = 4;
-constexpr int kFragments = 2, kPending = 1;  // words in registers, and being multiplied
+constexpr int kFragments = 2;  // words: one is decoded while the tensor cores have the other
 
 template <int kTileM>
 constexpr int kStageBytes = kCodeBytes + kBoxes * kTileM * kBoxBytes + kMultipliers * kScaleBytes;
 template <int kTileM>
 constexpr int kStages = kTileM <= 16 ? 4 : 3;
+// A tile of fewer rows costs less by the multiple of this.
+template <int kTileM>
+constexpr int kRowUnit = kTileM <= 16 ? 8 : 16;
+template <int kTileM>
+constexpr int kSizes = kTileM / kRowUnit<kTileM>;
+constexpr int kMaxSizes = 4;
 
 // Registers a thread: 168 x 384 are handed out as these.
 constexpr int kCopierRegisters = 56, kMultiplierRegisters = 224;
 
 // Named barriers; 0 is __syncthreads.
-constexpr int kCopier = 1, kAllMultipliers = 2, kOneMultiplier = 3;
+constexpr int kCopier = 1, kAllMultipliers = 2;
 
 struct Memory {
   ScheduleMemory<kWarpSize> copier;
@@ -63,7 +70,7 @@ struct Memory {
 };
 
 struct WgmmaArgs {
-  CUtensorMap codes, a;
+  CUtensorMap codes, a[kMaxSizes];  // boxes of kRowUnit rows, twice as many, ...
   GroupedGemmParams gemm;
   GroupedPart part;
   int steps;
@@ -81,8 +88,11 @@ __device__ __forceinline__ void copy_tiles(const WgmmaArgs& args, Memory* memory
   const uint32_t full = shared_address(memory->full), empty = shared_address(memory->empty);
   Place<kStages<kTileM>> place;
   GroupedTile tile;
+  wait_for_kernel_ahead();  // it makes A
   for (int64_t item = blockIdx.x; schedule.find(item, tile); item += gridDim.x) {
     if (lane != 0) continue;
+    const int size = (tile.rows - 1) / kRowUnit<kTileM>;
+    const uint32_t box_bytes = static_cast<uint32_t>(size + 1) * kRowUnit<kTileM> * kBoxBytes;
     const int weight_row = static_cast<int>(tile.group * p.n + tile.n);
     const int a_row = static_cast<int>(tile.row - window.begin);
     const uint8_t* scales[kMultipliers];
@@ -99,12 +109,11 @@ __device__ __forceinline__ void copy_tiles(const WgmmaArgs& args, Memory* memory
           min(args.tiles_per_row - int64_t{step} * kStepTiles, int64_t{kStepTiles});
       const uint32_t scale_bytes = static_cast<uint32_t>(tiles) * kTileBytes;
       barrier_wait(empty + place.stage * 8, place.parity ^ 1);
-      barrier_expect(arrived,
-                     kCodeBytes + kBoxes * kTileM * kBoxBytes + kMultipliers * scale_bytes);
+      barrier_expect(arrived, kCodeBytes + kBoxes * box_bytes + kMultipliers * scale_bytes);
       copy_box(stage, args.codes, step * kBoxBytes, weight_row, arrived);
       uint32_t target = stage + kCodeBytes;
       for (int i = 0; i < kBoxes; ++i, target += kTileM * kBoxBytes) {
-        copy_box(target, args.a, step * kStepK + i * kBoxK, a_row, arrived);
+        copy_box(target, args.a[size], step * kStepK + i * kBoxK, a_row, arrived);
       }
       for (int i = 0; i < kMultipliers; ++i, target += kScaleBytes) {
         copy_bulk(target, scales[i] + int64_t{step} * kScaleBytes, scale_bytes, arrived);
@@ -120,6 +129,13 @@ struct Lane {
   int first;    // of its rows among the warpgroup's, 32 apart
   int swizzle;  // they are this much modulo 8
 
+  // Of the tile: row j of the lane's own, and the first of eight that it has of row j's matrix when
+  // that is turned round.
+  __device__ int row(int j) const { return group * kGroupRows + first + 32 * j; }
+  __device__ int turned_row(int j) const {
+    return group * kGroupRows + thread / kWarpSize * 8 + 32 * j;
+  }
+
   __device__ explicit Lane(int multiplier)
       : group(multiplier / kGroupThreads),
         thread(multiplier % kGroupThreads),
@@ -129,99 +145,114 @@ struct Lane {
         swizzle((g & 1) * 4 + g / 2) {}
 };
 
-// A pair as two 16-bit results.
-__device__ __forceinline__ uint32_t round_two(DType type, float low, float high) {
-  if (type == DType::kBFloat16) {
-    return bits_of(from_float<__nv_bfloat16>(low)) | bits_of(from_float<__nv_bfloat16>(high)) << 16;
-  }
-  return bits_of(from_float<__half>(low)) | bits_of(from_float<__half>(high)) << 16;
-}
-
 // Words of (0, 4), (1, 5), (2, 6), (3, 7): the order in which lanes g have a fragment's rows.
 __device__ __forceinline__ uint4 in_order(uint4 v) {
   return make_uint4(permute_bytes(v.x, v.y, 0x5410), permute_bytes(v.z, v.w, 0x5410),
                     permute_bytes(v.x, v.y, 0x7632), permute_bytes(v.z, v.w, 0x7632));
 }
 
-// A warpgroup's 128 x kN sums to out. 16-bit results are transposed by way of shared memory, so
-// that what a row of out gets is consecutive; an FP32 sector is one fragment's eight rows already.
-// staged: kOutRows rows of kOutPitch.
-template <typename T, int kN>
-__device__ __forceinline__ void finish(const WgmmaArgs& args, const GroupedTile& tile,
-                                       const Lane& lane, uint32_t staged,
-                                       const float (&acc)[2][kN / 2]) {
-  const GroupedGemmParams& p = args.gemm;
-  const float alpha = group_alpha(p, tile.group);
-  const int64_t n0 = tile.n + lane.group * kGroupRows;
-  float bias[kRowsPerLane];
+// What a tile's sums are multiplied with and added to: asked for ahead of its products.
+struct Epilogue {
+  float alpha, bias[kRowsPerLane];
+
+  __device__ Epilogue(const GroupedGemmParams& p, const GroupedTile& tile, const Lane& lane)
+      : alpha(group_alpha(p, tile.group)) {
+#pragma unroll
+    for (int j = 0; j < kRowsPerLane; ++j) {
+      const int64_t n = tile.n + lane.row(j);
+      bias[j] = p.bias && n < p.n ? load_as_float(p.bias, p.bias_type, tile.group * p.n + n) : 0.0f;
+    }
+  }
+
+  // Of row m of the tile, where there is one.
+  __device__ __forceinline__ static float gamma(const GroupedGemmParams& p, const GroupedTile& tile,
+                                                int m) {
+    return p.gamma && m < tile.rows ? p.gamma[tile.row + m] : 1.0f;
+  }
+};
+
+// Four pairs as 16-bit results.
+template <typename Out>
+__device__ __forceinline__ void round_pairs(const float (&v)[kRowsPerLane][2],
+                                            uint32_t (&words)[kRowsPerLane]) {
+  bool nan = false;
 #pragma unroll
   for (int j = 0; j < kRowsPerLane; ++j) {
-    const int64_t n = n0 + lane.first + 32 * j;
-    bias[j] = p.bias && n < p.n ? load_as_float(p.bias, p.bias_type, tile.group * p.n + n) : 0.0f;
+    words[j] = round_pair<Out>(v[j][0], v[j][1]);
+    nan |= v[j][0] != v[j][0] || v[j][1] != v[j][1];
   }
-  constexpr int kPart = kN < kOutRows ? kN : kOutRows;
+  if (!nan) return;
 #pragma unroll
-  for (int m0 = 0; m0 < kN; m0 += kPart) {
+  for (int j = 0; j < kRowsPerLane; ++j) {  // NaN has bytes of its own
+    words[j] = bits_of(from_float<Out>(v[j][0])) | bits_of(from_float<Out>(v[j][1])) << 16;
+  }
+}
+
+// The eight results at `from`, in the order of lanes, to out[n] on.
+__device__ __forceinline__ void store_turned(uint16_t* out, int64_t n, int64_t n_end, uint32_t from,
+                                             bool missing, bool wide) {
+  if (wide) {
+    const uint4 v = in_order(load_shared(from));
+    *reinterpret_cast<uint4*>(out + n) = missing ? make_uint4(0, 0, 0, 0) : v;
+    return;
+  }
+  const int count = static_cast<int>(min(n_end - n, int64_t{8}));
+#pragma unroll 1
+  for (int i = 0; i < count; ++i) {
+    const uint32_t pair = load_shared_word(from + i % 4 * 4);
+    out[n + i] = missing ? 0 : static_cast<uint16_t>(pair >> (i / 4 * 16));
+  }
+}
+
+// A warpgroup's 128 x kN sums to out. FP32: a sector is one fragment's eight rows already. 16 bits:
+// a warp turns eight columns of its fragments round at a time, by way of shared memory of its own,
+// so that a lane has eight neighbours of a row of out.
+template <typename T, typename Out, int kN>
+__device__ __forceinline__ void finish(const WgmmaArgs& args, const GroupedTile& tile,
+                                       const Lane& lane, const Epilogue& epilogue, uint32_t staged,
+                                       const float (&acc)[2][kN / 2]) {
+  const GroupedGemmParams& p = args.gemm;
+  const int in_warp = lane.thread % kWarpSize;
+  // Of what a lane stores: matrix in_warp / 8, and in it row in_warp % 8.
+  const int64_t n = tile.n + lane.turned_row(in_warp / 8);
+  const uint32_t mine = staged + in_warp * kVectorBytes;
+#pragma unroll
+  for (int m0 = 0; m0 < kN; m0 += 8) {
     if (m0 >= tile.rows) break;
+    float v[kRowsPerLane][2];
 #pragma unroll
-    for (int eight = 0; eight < kPart / 8; ++eight) {  // rows of A
-      float v[kRowsPerLane][2];
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int m = m0 + 8 * eight + 2 * lane.t + c;
-        const float gamma = p.gamma && m < tile.rows ? p.gamma[tile.row + m] : 1.0f;
-#pragma unroll
-        for (int j = 0; j < kRowsPerLane; ++j) {
-          const float sum = acc[j / 2][(m0 / 8 + eight) * 4 + j % 2 * 2 + c];
-          v[j][c] = gamma * fma_rn(alpha, sum * (1.0f / kSplitUnit<T>), bias[j]);
-        }
-        if (p.out_type == DType::kFloat32 && m < tile.rows) {
-          const int64_t to = target_row(p, tile.row + m);
-          const bool missing = source_row(p, tile.row + m) < 0;
-#pragma unroll
-          for (int j = 0; j < kRowsPerLane; ++j) {
-            const int64_t n = n0 + lane.first + 32 * j;
-            if (to < 0 || n >= p.n) continue;
-            store_one(p.out, DType::kFloat32, to * p.n + n, missing ? 0.0f : v[j][c]);
-          }
-        }
-      }
-      if (p.out_type == DType::kFloat32) continue;
-      // Four 8 x 8 matrices, of rows j; a lane gives the address of a row of the transposed ones.
-      uint32_t words[kRowsPerLane];
+    for (int c = 0; c < 2; ++c) {
+      const int m = m0 + 2 * lane.t + c;
+      const float gamma = Epilogue::gamma(p, tile, m);
 #pragma unroll
       for (int j = 0; j < kRowsPerLane; ++j) {
-        words[j] = round_two(p.out_type, v[j][0], v[j][1]);
+        const float sum = acc[j / 2][m0 / 2 + j % 2 * 2 + c] * (1.0f / kSplitUnit<T>);
+        v[j][c] = gamma * fma_rn(epilogue.alpha, sum, epilogue.bias[j]);
       }
-      const int in_warp = lane.thread % kWarpSize, warp = lane.thread / kWarpSize;
-      store_matrices_transposed(
-          staged + ((8 * eight + in_warp % 8) * kOutPitch + warp * 8 + in_warp / 8 * 32) * 2,
-          words);
-    }
-    if (p.out_type == DType::kFloat32) continue;
-    barrier_sync(kOneMultiplier + lane.group, kGroupThreads);
-    constexpr int kEights = kGroupRows / 8;
-    uint16_t* out = static_cast<uint16_t*>(p.out);
-    const int rows = min(tile.rows - m0, kPart);
-    for (int i = lane.thread; i < rows * kEights; i += kGroupThreads) {
-      const int m = i / kEights, e = i % kEights;
-      const int64_t n = n0 + e * 8, to = target_row(p, tile.row + m0 + m);
-      if (to < 0 || n >= p.n) continue;
-      uint4 v = in_order(load_shared(staged + (m * kOutPitch + e * 8) * 2));
-      if (source_row(p, tile.row + m0 + m) < 0) v = make_uint4(0, 0, 0, 0);
-      if (args.wide) {
-        *reinterpret_cast<uint4*>(out + to * p.n + n) = v;
-      } else {
-        const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+      if constexpr (std::is_same_v<Out, float>) {
+        const int64_t to = m < tile.rows ? target_row(p, tile.row + m) : -1;
+        if (to < 0) continue;
+        const bool missing = source_row(p, tile.row + m) < 0;
 #pragma unroll
-        for (int w = 0; w < 8; ++w) {
-          if (n + w < p.n) {
-            out[to * p.n + n + w] = static_cast<uint16_t>(words[w / 2] >> (w % 2 * 16));
-          }
+        for (int j = 0; j < kRowsPerLane; ++j) {
+          const int64_t at = tile.n + lane.row(j);
+          if (at >= p.n) continue;
+          static_cast<float*>(p.out)[to * p.n + at] = missing ? 0.0f : from_float<float>(v[j][c]);
         }
       }
     }
-    barrier_sync(kOneMultiplier + lane.group, kGroupThreads);  // `staged` is free again
+    if constexpr (!std::is_same_v<Out, float>) {
+      uint32_t words[kRowsPerLane];
+      round_pairs<Out>(v, words);
+      __syncwarp();  // the eight before are stored
+      store_matrices_transposed(mine, words);
+      __syncwarp();
+      const int m = m0 + in_warp % 8;
+      const int64_t to = m < tile.rows ? target_row(p, tile.row + m) : -1;
+      if (to < 0 || n >= p.n) continue;
+      store_turned(static_cast<uint16_t*>(p.out) + to * p.n, n, p.n, mine,
+                   source_row(p, tile.row + m) < 0, args.wide);
+    }
   }
 }
 
@@ -256,90 +287,100 @@ __device__ __forceinline__ Half load_half(uint32_t codes, uint32_t scales, int v
   return half;
 }
 
+// Word kWord of half q: while it is decoded, the tensor cores have the one before; when this is
+// over, only this one.
+template <typename T, int kTileM, int kWord, int kCount>
+__device__ __forceinline__ void decode_and_multiply(Half& half,
+                                                    const uint32_t (&scale)[kRowsPerLane][2],
+                                                    uint32_t (&fragment)[kFragments][2][2][4],
+                                                    uint64_t a, int q, float (&acc)[2][kCount]) {
+  auto& mine = fragment[kWord % kFragments];
+#pragma unroll
+  for (int j = 0; j < kRowsPerLane; ++j) {
+    // Not sooner: the tensor cores are to have work while this word is decoded.
+    pin_register(half.words[j][kWord]);
+    uint32_t pairs[4];
+    decode8_split<T>(half.words[j][kWord], scale[j][kWord / 2], pairs);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) mine[j / 2][i / 2][2 * (i % 2) + j % 2] = pairs[i];
+  }
+  wgmma_fence();
+  a += (2 * q + kWord / 2) * (kTileM * kBoxBytes / 16) + kWord % 2 * 4;
+#pragma unroll
+  for (int s = 0; s < 2; ++s) {
+    wgmma(acc[0], mine[0][s], a + 2 * s, T{});
+    wgmma(acc[1], mine[1][s], a + 2 * s, T{});
+  }
+  wgmma_commit();
+  wgmma_wait<1>();
+}
+
 // Where a warpgroup is in the ring, and where its barriers are.
 template <int kTileM>
 struct Ring {
   uint32_t stages, full, empty;
   Place<kStages<kTileM>> place;
+
+  __device__ __forceinline__ uint32_t stage() const {
+    return stages + static_cast<uint32_t>(place.stage) * kStageBytes<kTileM>;
+  }
+  __device__ __forceinline__ void wait() const {
+    barrier_wait(full + place.stage * 8, place.parity);
+  }
 };
 
 // A tile of at most kN rows.
 template <typename T, int kTileM, int kN>
-__device__ __forceinline__ void multiply_tile(const WgmmaArgs& args, const GroupedTile& tile,
-                                              const Lane& lane, uint32_t staged,
-                                              Ring<kTileM>& ring) {
+__device__ __forceinline__ void multiply(const WgmmaArgs& args, const GroupedTile& tile,
+                                         const Lane& lane, uint32_t staged, Ring<kTileM>& ring) {
+  const Epilogue epilogue(args.gemm, tile, lane);
   constexpr uint32_t kAAt = kCodeBytes, kScalesAt = kAAt + kBoxes * kTileM * kBoxBytes;
   const uint32_t my_codes = static_cast<uint32_t>(lane.group * kGroupRows + lane.first) * kBoxBytes;
   const uint32_t my_scales = kScalesAt + static_cast<uint32_t>(lane.group) * kScaleBytes +
                              static_cast<uint32_t>(lane.t / 2) * kTileBytes + lane.first * 16;
   const bool signals = lane.thread % kWarpSize == 0;
-  auto& place = ring.place;
   float acc[2][kN / 2];
 #pragma unroll
   for (int i = 0; i < kN / 2; ++i) acc[0][i] = acc[1][i] = 0.0f;
-  uint32_t fragment[kFragments][2][2][4];  // of a word; pair of rows, 16 of k, registers
+  uint32_t fragment[kFragments][2][2][4];  // pair of rows, 16 of k, registers
   int blocks_left = static_cast<int>(args.gemm.k / kBlockSize);
   const auto load = [&](int q) {
-    const uint32_t base = ring.stages + static_cast<uint32_t>(place.stage) * kStageBytes<kTileM>;
-    return load_half(base + my_codes, base + my_scales + q * 2 * kTileBytes,
+    const uint32_t stage = ring.stage();
+    return load_half(stage + my_codes, stage + my_scales + q * 2 * kTileBytes,
                      (4 * q + lane.t) ^ lane.swizzle, lane.t,
                      blocks_left - q * (kHalfK / kBlockSize));
   };
-  barrier_wait(ring.full + place.stage * 8, place.parity);
-  Half half = load(0);
+  ring.wait();
+  Half halves[2];
+  halves[0] = load(0);
   int before = 0;
   for (int step = 0; step < args.steps; ++step) {
-    const int stage = place.stage;
+    const int stage = ring.place.stage;
     // All lanes have the same: said in this way, so that it stays in uniform registers.
-    const uint32_t a =
-        __shfl_sync(kFullWarp,
-                    wgmma_descriptor_low(ring.stages +
-                                         static_cast<uint32_t>(stage) * kStageBytes<kTileM> + kAAt),
-                    0);
+    const uint64_t a =
+        wgmma_descriptor_of(__shfl_sync(kFullWarp, wgmma_descriptor_low(ring.stage() + kAAt), 0));
 #pragma unroll
     for (int q = 0; q < kStepK / kHalfK; ++q) {
+      Half& half = halves[q];
       uint32_t scale[kRowsPerLane][2];
 #pragma unroll
       for (int j = 0; j < kRowsPerLane; ++j) scale_pairs(half.two[j], scale[j], T{});
-      // What comes next is on its way while this half is worked on.
-      Half next;
+      decode_and_multiply<T, kTileM, 0>(half, scale, fragment, a, q, acc);
+      if (q == 0 && step > 0 && signals) barrier_arrive(ring.empty + before * 8);
+      decode_and_multiply<T, kTileM, 1>(half, scale, fragment, a, q, acc);
+      // What comes next is on its way while the rest is worked on; sooner, it would take registers.
       if (q == 0) {
-        next = load(1);
+        halves[1] = load(1);
       } else {
-        place.next();
+        ring.place.next();
         blocks_left -= kStepBlocks;
         if (step + 1 < args.steps) {
-          barrier_wait(ring.full + place.stage * 8, place.parity);
-          next = load(0);
+          ring.wait();
+          halves[0] = load(0);
         }
       }
-#pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        auto& mine = fragment[w % kFragments];
-#pragma unroll
-        for (int j = 0; j < kRowsPerLane; ++j) {
-          // Not sooner: the tensor cores are to have work while this word is decoded.
-          pin_register(half.words[j][w]);
-          uint32_t pairs[4];
-          decode8_split<T>(half.words[j][w], scale[j][w / 2], pairs);
-#pragma unroll
-          for (int i = 0; i < 4; ++i) mine[j / 2][i / 2][2 * (i % 2) + j % 2] = pairs[i];
-        }
-        wgmma_fence();
-#pragma unroll
-        for (int s = 0; s < 2; ++s) {
-          const uint64_t descriptor = wgmma_descriptor_of(
-              a + (2 * q + w / 2) * (kTileM * kBoxBytes / 16) + (2 * (w % 2) + s) * 2);
-          wgmma(acc[0], mine[0][s], descriptor, T{});
-          wgmma(acc[1], mine[1][s], descriptor, T{});
-        }
-        wgmma_commit();
-        wgmma_wait<kPending>();  // words before are done: the next one's registers are free
-        if (q == 0 && w == kPending - 1 && step > 0 && signals) {  // and the stage before
-          barrier_arrive(ring.empty + before * 8);
-        }
-      }
-      half = next;
+      decode_and_multiply<T, kTileM, 2>(half, scale, fragment, a, q, acc);
+      decode_and_multiply<T, kTileM, 3>(half, scale, fragment, a, q, acc);
     }
     before = stage;
   }
@@ -347,7 +388,28 @@ __device__ __forceinline__ void multiply_tile(const WgmmaArgs& args, const Group
   pin_registers(acc[0]);
   pin_registers(acc[1]);
   if (signals) barrier_arrive(ring.empty + before * 8);
-  finish<T, kN>(args, tile, lane, staged, acc);
+  switch (args.gemm.out_type) {
+    case DType::kFloat32:
+      return finish<T, float, kN>(args, tile, lane, epilogue, staged, acc);
+    case DType::kBFloat16:
+      return finish<T, __nv_bfloat16, kN>(args, tile, lane, epilogue, staged, acc);
+    case DType::kFloat16:
+      return finish<T, __half, kN>(args, tile, lane, epilogue, staged, acc);
+  }
+}
+
+// For the fewest rows that will do.
+template <typename T, int kTileM, int kN = kTileM>
+__device__ __forceinline__ void multiply_tile(const WgmmaArgs& args, const GroupedTile& tile,
+                                              const Lane& lane, uint32_t staged,
+                                              Ring<kTileM>& ring) {
+  if constexpr (kN > kRowUnit<kTileM>) {
+    constexpr int kFewer = kN - kRowUnit<kTileM>;
+    if (tile.rows <= kFewer) {
+      return multiply_tile<T, kTileM, kFewer>(args, tile, lane, staged, ring);
+    }
+  }
+  multiply<T, kTileM, kN>(args, tile, lane, staged, ring);
 }
 
 template <typename T, int kTileM>
@@ -359,26 +421,14 @@ __device__ __forceinline__ void multiply_tiles(const WgmmaArgs& args, Memory* me
   Schedule<kAll, kTileM, kTileN, NamedBarrier<kAllMultipliers, kAll>> schedule(
       p, &memory->multiplier, thread, window);
   const Lane lane(thread);
-  staged += static_cast<uint32_t>(lane.group) * kOutRows * kOutPitch * 2;
+  staged += static_cast<uint32_t>(thread) / kWarpSize * kTurnBytes;
   Ring<kTileM> ring{stages, shared_address(memory->full), shared_address(memory->empty), {}};
   bool apart = lane.group == 0 || args.steps < 2;
   GroupedTile tile;
   for (int64_t item = blockIdx.x; schedule.find(item, tile); item += gridDim.x) {
     if (!apart) barrier_wait(ring.full + 8, 0);
     apart = true;
-    if constexpr (kTileM <= 16) {
-      if (tile.rows <= 8) {
-        multiply_tile<T, kTileM, 8>(args, tile, lane, staged, ring);
-      } else {
-        multiply_tile<T, kTileM, 16>(args, tile, lane, staged, ring);
-      }
-    } else if (tile.rows <= 16) {
-      multiply_tile<T, kTileM, 16>(args, tile, lane, staged, ring);
-    } else if (tile.rows <= 32) {
-      multiply_tile<T, kTileM, 32>(args, tile, lane, staged, ring);
-    } else {
-      multiply_tile<T, kTileM, kTileM>(args, tile, lane, staged, ring);
-    }
+    multiply_tile<T, kTileM>(args, tile, lane, staged, ring);
   }
   if (!p.scatter) {
     zero_rows(p, schedule.rows_end(), window.end, kAll, thread, args.wide);
@@ -423,7 +473,10 @@ void run(const GroupedGemmParams& p, const GroupedPart& part, const void* a, DTy
          int64_t pitch, Stream stream) {
   WgmmaArgs args = {};
   args.codes = tensor_map(p.b.data, 1, p.groups * p.n, p.k / 2, p.k / 2, kTileN);
-  args.a = tensor_map(a, 2, std::min(part.rows, p.m), pitch, pitch * 2, kTileM);
+  for (int i = 0; i < kSizes<kTileM>; ++i) {
+    args.a[i] =
+        tensor_map(a, 2, std::min(part.rows, p.m), pitch, pitch * 2, (i + 1) * kRowUnit<kTileM>);
+  }
   args.gemm = p;
   args.part = part;
   args.steps = static_cast<int>(ceil_div(p.k, kStepK));
@@ -436,7 +489,7 @@ void run(const GroupedGemmParams& p, const GroupedPart& part, const void* a, DTy
   const Kernel kernel = type == DType::kFloat16 ? grouped_wgmma_kernel<__half, kTileM>
                                                 : grouped_wgmma_kernel<__nv_bfloat16, kTileM>;
   launch_persistent("grouped_gemm (wgmma)", kernel, most_items(p, kTileM, kTileN), kThreads, kBytes,
-                    1, stream, args);
+                    1, stream, args, 1, true);
 }
 
 // Whether what is loaded is the kernel: code for another target has an empty one in its place, and

@@ -222,10 +222,12 @@ __device__ __forceinline__ uint64_t wgmma_descriptor_of(uint32_t low) {
 // clang-format off
 #define NVFP4_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define NVFP4_D8(i) NVFP4_D4(i), NVFP4_D4(i + 4)
+#define NVFP4_D24(i) NVFP4_D8(i), NVFP4_D8(i + 8), NVFP4_D8(i + 16)
 #define NVFP4_D32(i) NVFP4_D8(i), NVFP4_D8(i + 8), NVFP4_D8(i + 16), NVFP4_D8(i + 24)
 #define NVFP4_NAMES4 "%0,%1,%2,%3"
 #define NVFP4_NAMES8 NVFP4_NAMES4 ",%4,%5,%6,%7"
 #define NVFP4_NAMES16 NVFP4_NAMES8 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define NVFP4_NAMES24 NVFP4_NAMES16 ",%16,%17,%18,%19,%20,%21,%22,%23"
 #define NVFP4_NAMES32 NVFP4_NAMES16 \
   ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define NVFP4_NAMES64 NVFP4_NAMES32 \
@@ -263,6 +265,7 @@ NVFP4_WGMMA_TYPES(4, "m64n8k16", NVFP4_NAMES4, "{%4,%5,%6,%7}, %8", NVFP4_D4(0))
 NVFP4_WGMMA_TYPES(8, "m64n16k16", NVFP4_NAMES8, "{%8,%9,%10,%11}, %12", NVFP4_D8(0))
 NVFP4_WGMMA_TYPES(16, "m64n32k16", NVFP4_NAMES16, "{%16,%17,%18,%19}, %20",
                   NVFP4_D8(0), NVFP4_D8(8))
+NVFP4_WGMMA_TYPES(24, "m64n48k16", NVFP4_NAMES24, "{%24,%25,%26,%27}, %28", NVFP4_D24(0))
 NVFP4_WGMMA_TYPES(32, "m64n64k16", NVFP4_NAMES32, "{%32,%33,%34,%35}, %36", NVFP4_D32(0))
 NVFP4_WGMMA_TYPES(64, "m64n128k16", NVFP4_NAMES64, "{%64,%65,%66,%67}, %68",
                   NVFP4_D32(0), NVFP4_D32(32))
@@ -287,10 +290,12 @@ __device__ __forceinline__ void wgmma(float (&)[kCount], uint64_t, uint64_t, T) 
 #undef NVFP4_NAMES96
 #undef NVFP4_NAMES64
 #undef NVFP4_NAMES32
+#undef NVFP4_NAMES24
 #undef NVFP4_NAMES16
 #undef NVFP4_NAMES8
 #undef NVFP4_NAMES4
 #undef NVFP4_D32
+#undef NVFP4_D24
 #undef NVFP4_D8
 #undef NVFP4_D4
 // clang-format on

@@ -62,6 +62,9 @@ inline void copy_bulk(uint32_t target, const void* source, uint32_t bytes, uint3
   });
 }
 
+inline void let_next_kernel_start() {}
+inline void wait_for_kernel_ahead() {}
+
 template <int>
 void take_registers() {}
 template <int>
@@ -101,7 +104,7 @@ inline void store_matrices_transposed(uint32_t address, const uint32_t (&words)[
 }
 
 inline uint32_t wgmma_descriptor_low(uint32_t address) { return address / 16; }
-inline uint64_t wgmma_descriptor_of(uint32_t low) { return uint64_t{low} * 16; }
+inline uint64_t wgmma_descriptor_of(uint32_t low) { return low; }
 
 // The 16-bit value whose address, before the swizzle, is this.
 template <typename T>
@@ -124,7 +127,7 @@ void wgmma(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b, T type) {
     for (int k = 0; k < 16; ++k) {
       const int lane = row % 8 * 4 + k % 8 / 2;
       const float left = pair_element(all[lane].word[(row >= 8) + (k >= 8) * 2], k % 2, type);
-      sum += double{left} * shared_element(static_cast<uint32_t>(b) + column * 128 + k * 2, type);
+      sum += double{left} * shared_element(static_cast<uint32_t>(b) * 16 + column * 128 + k * 2, type);
     }
     d[i] = static_cast<float>(sum);
   }
@@ -141,8 +144,8 @@ void wgmma(float (&d)[kCount], uint64_t a, uint64_t b, T type) {
     const uint32_t column = i / 4 * 8 + 2 * in_group + i % 2;
     double sum = d[i];
     for (int k = 0; k < 16; ++k) {
-      sum += double{shared_element(static_cast<uint32_t>(a) + row * 128 + k * 2, type)} *
-             shared_element(static_cast<uint32_t>(b) + column * 128 + k * 2, type);
+      sum += double{shared_element(static_cast<uint32_t>(a) * 16 + row * 128 + k * 2, type)} *
+             shared_element(static_cast<uint32_t>(b) * 16 + column * 128 + k * 2, type);
     }
     d[i] = static_cast<float>(sum);
   }

@@ -521,6 +521,7 @@ DType product_type(const GroupedGemmParams& p) {
 template <int kRows>
 bool run_wgmma(const GroupedGemmParams& p) {
   if (!cuda::grouped_small_m_weights(p) || !cuda::grouped_unpack_takes(p.a)) return false;
+  const DType type = p.a.scale ? DType::kFloat16 : p.a.type;
   const int64_t pitch = round_up(p.k, 128);
   cuda::GroupedPart part;
   part.groups = p.groups;
@@ -529,9 +530,8 @@ bool run_wgmma(const GroupedGemmParams& p) {
   cuda::grouped_zero(p, nullptr);
   for (; part.row_begin < p.m; part.row_begin += rows) {
     part.rows = std::min(rows, p.m - part.row_begin);
-    cuda::grouped_unpack_rows(p, part, product_type(p), cuda::KOrder::kArranged, pitch, a.data(),
-                              nullptr);
-    cuda::grouped_wgmma(p, part, a.data(), product_type(p), pitch, kRows, nullptr);
+    cuda::grouped_unpack_rows(p, part, type, cuda::KOrder::kArranged, pitch, a.data(), nullptr);
+    cuda::grouped_wgmma(p, part, a.data(), type, pitch, kRows, nullptr);
   }
   require_barriers_at_rest();
   return true;
