@@ -20,7 +20,16 @@ from bench.check import Operand, WrongOutput, agreement, ops, require_same_bytes
 from nvfp4_linear.grouped import grouped_gemm
 
 SIZES = ((1, 16), (5, 48), (33, 80), (129, 528))  # rows, k
-GEMM_SIZES = ((1, 1, 16), (7, 33, 80), (16, 129, 528), (32, 72, 1040))  # m, n, k
+GEMM_SIZES = (  # m, n, k; those with k in 32s are a kernel of their own on Hopper
+    (1, 1, 16),
+    (7, 33, 80),
+    (16, 129, 528),
+    (32, 72, 1040),
+    (1, 1, 32),
+    (8, 129, 1312),
+    (16, 390, 544),
+    (32, 72, 2080),
+)
 MID_SIZES = ((33, 24, 64), (64, 136, 544), (130, 72, 544), (257, 136, 544))
 DECODED_SIZES = ((33, 24, 48), (600, 72, 528))
 GROUPED_SIZES = (((5, 0, 33), 136, 96), ((70, 1, 290), 264, 544))  # rows of each group, n, k

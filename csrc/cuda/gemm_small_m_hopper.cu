@@ -481,6 +481,15 @@ struct Sums {
   using Vector = std::conditional_t<kVector == 2, float2, float4>;
 };
 
+__device__ __forceinline__ void store_sums(uint32_t at, const float (&v)[2]) {
+  store_shared_word(at, __float_as_uint(v[0]));
+  store_shared_word(at + 4, __float_as_uint(v[1]));
+}
+__device__ __forceinline__ void store_sums(uint32_t at, const float (&v)[4]) {
+  store_shared(at, make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
+                              __float_as_uint(v[3])));
+}
+
 template <int kTiles>
 __device__ __forceinline__ void send_sums(const Args& a, int rank, int k_groups, int k_group,
                                           int row_group, int w, int g, int t, uint32_t sums,
@@ -500,7 +509,12 @@ __device__ __forceinline__ void send_sums(const Args& a, int rank, int k_groups,
       for (int x = 0; x < S::kVector; ++x) {
         sent[x] = acc.c[j / 2][(v * S::kVector + x) / 2][j % 2 * 2 + x % 2];
       }
-      store_cluster_async(target + v * S::kVector * 4, static_cast<int>(owner), sent, received);
+      const uint32_t at = target + v * S::kVector * 4;
+      if (a.cluster > 1) {
+        store_cluster_async(at, static_cast<int>(owner), sent, received);
+      } else {
+        store_sums(at, sent);
+      }
     }
   }
 }
@@ -603,7 +617,11 @@ __global__ void __launch_bounds__(kThreads, 1) small_m_hopper_kernel(const Args 
       send_sums<kTiles>(a, rank, k_groups, k_group, row_group, w, g, t, shared + Place::kSums,
                         received, acc);
     }
-    barrier_wait(received, 0);
+    if (a.cluster > 1) {
+      barrier_wait(received, 0);
+    } else {
+      __syncthreads();
+    }
     finish<kTiles>(
         a, int64_t{block} * a.row_groups * kTileRows + rank * a.share, own_rows, sets, alpha,
         reinterpret_cast<const float*>(dynamic_shared() + (shared - start) + Place::kSums));
