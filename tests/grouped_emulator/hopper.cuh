@@ -19,12 +19,14 @@ inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, const void*)
 }
 
 namespace emulator {
+void give_way();  // to other threads, perhaps several times
 void sync_named(int id, int threads);
 void arrive_named(int id, int threads);
 void init_counted(uint32_t barrier, int arrivals);
 // At block `rank`'s barrier: `arrivals`, and `bytes` more to wait for.
 void arrive_counted(uint32_t barrier, int rank, int arrivals, int64_t bytes);
 void wait_counted(uint32_t barrier, uint32_t parity);
+bool phase_over(uint32_t barrier, uint32_t parity);
 // `copy` is done, and `bytes` have arrived, when block `rank`'s barrier gets that far.
 void copy_counted(uint32_t barrier, int rank, int64_t bytes, std::function<void()> copy);
 }  // namespace emulator
@@ -52,6 +54,11 @@ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
   emulator::wait_counted(barrier, parity);
 }
 
+inline bool barrier_try_wait(uint32_t barrier, uint32_t parity) {
+  emulator::give_way();
+  return emulator::phase_over(barrier, parity);
+}
+
 inline void copy_bulk(uint32_t target, const void* source, uint32_t bytes, uint32_t barrier) {
   if (target % 16 || reinterpret_cast<uintptr_t>(source) % 16 || bytes % 16) {
     fail("misaligned bulk copy");
@@ -60,6 +67,13 @@ inline void copy_bulk(uint32_t target, const void* source, uint32_t bytes, uint3
   emulator::copy_counted(barrier, rank, bytes, [=] {
     std::memcpy(emulator::shared_memory(rank) + target, source, bytes);
   });
+}
+
+inline void fence_device() {}
+inline void fence_async_proxy() {}
+inline unsigned load_acquire(const unsigned* p) {
+  emulator::give_way();
+  return *p;
 }
 
 template <int>
