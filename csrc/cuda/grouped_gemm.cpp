@@ -2,7 +2,8 @@
 //
 // On Hopper, for ragged M:
 //   wgmma       packed weights decoded in registers: bound by the weights' bytes, then by decoding
-//   dense       both sides decoded to a workspace first, in parts where it is too small for all
+//   dense       both sides dense: decoded to a workspace by the warps that don't multiply, in parts
+//               where it is too small for all
 // Elsewhere:
 //   few rows    packed weights decoded in registers for mma.sync: bound by the weights' bytes
 //   general     everything else
@@ -24,8 +25,9 @@ namespace {
 
 // Rows a group, on average: up to kFewRows its weights' bytes are the limit for mma.sync.
 constexpr int64_t kFewRows = 64;
-// From here on, decoding all weights once costs less than decoding them for every 64 rows.
-constexpr int64_t kDenseRows = 448;
+// From here on, decoding all weights once costs less than decoding them for every 64 rows: with an
+// A that is copied from where it is, and with one that is unpacked.
+constexpr int64_t kDenseRows = 448, kDenseUnpackedRows = 640;
 // Dense weights need no decoding: fewer rows than these fill too little of a dense tile.
 constexpr int64_t kDenseWeightRows = 17;
 constexpr int64_t kUnpackedPitch = 128;  // a row's length in a workspace is a multiple of this
@@ -64,6 +66,8 @@ bool boxes_take(const Operand& o) {
          reinterpret_cast<uintptr_t>(o.data) % 16 == 0 && o.row_stride % 8 == 0;
 }
 
+bool unpacks_a(const GroupedGemmParams& p) { return p.gather || !boxes_take(p.a); }
+
 bool wgmma_takes(const GroupedGemmParams& p) {
   return grouped_small_m_weights(p) && grouped_unpack_takes(p.a) && grouped_hopper_available();
 }
@@ -81,7 +85,8 @@ Kernel pick_kernel(const GroupedGemmParams& p, int64_t rows) {
   if (wanted == "small") {
     return grouped_small_m_weights(p) ? Kernel::kFewRows : Kernel::kGeneral;
   }
-  const int64_t dense_rows = p.b.scale ? kDenseRows : kDenseWeightRows;
+  const int64_t packed_rows = unpacks_a(p) && wgmma_takes(p) ? kDenseUnpackedRows : kDenseRows;
+  const int64_t dense_rows = p.b.scale ? packed_rows : kDenseWeightRows;
   const bool dense = wanted == "dense" || (wanted.empty() && rows >= dense_rows);
   if (dense && dense_takes(p)) return Kernel::kDense;
   if (wgmma_takes(p)) return Kernel::kWgmma;
@@ -108,7 +113,7 @@ void run_wgmma(const GroupedGemmParams& p, int64_t rows, const Tensor& like, Str
   part.groups = p.groups;
   for (; part.row_begin < p.m; part.row_begin += part_rows) {
     part.rows = std::min(part_rows, p.m - part.row_begin);
-    grouped_unpack_rows(p, part, type, KOrder::kArranged, pitch, a.mutable_data_ptr(), stream);
+    grouped_unpack_rows(p, part, type, pitch, a.mutable_data_ptr(), stream);
     grouped_wgmma(p, part, a.data_ptr(), type, pitch, tile_rows(rows), stream);
   }
 }
@@ -117,6 +122,8 @@ void run_wgmma(const GroupedGemmParams& p, int64_t rows, const Tensor& like, Str
 struct Parts {
   int64_t rows, groups, n;
 };
+
+int64_t pieces(int64_t all, int64_t each) { return (all + each - 1) / each; }
 
 Parts split(const GroupedGemmParams& p, bool unpack_a, int64_t row_bytes) {
   const int64_t a_bytes = unpack_a ? p.m * row_bytes : 0;
@@ -141,40 +148,43 @@ Parts split(const GroupedGemmParams& p, bool unpack_a, int64_t row_bytes) {
 
 void run_dense(const GroupedGemmParams& p, const Tensor& like, Stream stream) {
   const int64_t pitch = round_up(p.k, kUnpackedPitch), row_bytes = pitch * 2;
-  const bool unpack_a = p.gather || !boxes_take(p.a);
+  const bool unpack_a = unpacks_a(p), unpack_b = p.b.scale != nullptr;
   const Parts parts = split(p, unpack_a, row_bytes);
-  const Tensor ends_tensor = bytes_like((p.groups + 1) * 4, like);
-  auto* const ends = static_cast<int32_t*>(ends_tensor.mutable_data_ptr());
   const Tensor a = bytes_like(unpack_a ? parts.rows * row_bytes : 0, like);
-  const Tensor b = bytes_like(p.b.scale ? parts.groups * parts.n * row_bytes : 0, like);
-  grouped_ends(p, ends, stream);
+  const Tensor b = bytes_like(unpack_b ? parts.groups * parts.n * row_bytes : 0, like);
+  GroupedPart part;
+  part.groups = parts.groups;
+  part.rows = parts.rows;
+  const int64_t counters = grouped_dense_counters(part, parts.n);
+  const int64_t count =
+      counters * pieces(p.groups, parts.groups) * pieces(p.n, parts.n) * pieces(p.m, parts.rows);
+  const Tensor ends_tensor = bytes_like((p.groups + 1 + count) * 4, like);
+  auto* const ends = static_cast<int32_t*>(ends_tensor.mutable_data_ptr());
+  part.ends = ends;
+  DenseSides sides = {};
+  sides.counters = reinterpret_cast<unsigned*>(ends + p.groups + 1);
+  grouped_ends(p, ends, sides.counters, count, stream);
   grouped_zero(p, stream);
   grouped_zero_rest(p, ends + p.groups, stream);
-  DenseSides sides;
   sides.type = product_type(p);
   sides.a = unpack_a ? a.data_ptr() : p.a.data;
   sides.a_rows = unpack_a ? parts.rows : p.a_rows;
   sides.a_pitch = unpack_a ? pitch : p.a.row_stride;
   sides.a_of_part = unpack_a;
-  sides.b = p.b.scale ? b.data_ptr() : p.b.data;
-  sides.b_pitch = p.b.scale ? pitch : p.b.row_stride;
-  GroupedPart part;
-  part.ends = ends;
+  sides.b = unpack_b ? b.data_ptr() : p.b.data;
+  sides.b_pitch = unpack_b ? pitch : p.b.row_stride;
   for (; part.first_group < p.groups; part.first_group += parts.groups) {
     part.groups = std::min(parts.groups, p.groups - part.first_group);
     for (sides.n_begin = 0; sides.n_begin < p.n; sides.n_begin += parts.n) {
       sides.n = std::min(parts.n, p.n - sides.n_begin);
-      if (p.b.scale) {
-        grouped_unpack_weights(p, part, sides.n_begin, sides.n, sides.type, pitch,
-                               b.mutable_data_ptr(), stream);
-      }
       for (part.row_begin = 0; part.row_begin < p.m; part.row_begin += parts.rows) {
         part.rows = std::min(parts.rows, p.m - part.row_begin);
-        if (unpack_a && (parts.rows < p.m || sides.n_begin == 0)) {
-          grouped_unpack_rows(p, part, sides.type, KOrder::kPlain, pitch, a.mutable_data_ptr(),
-                              stream);
-        }
+        const bool new_a = unpack_a && (parts.rows < p.m || sides.n_begin == 0);
+        const bool new_b = unpack_b && part.row_begin == 0;
+        sides.unpack_a = new_a ? a.mutable_data_ptr() : nullptr;
+        sides.unpack_b = new_b ? b.mutable_data_ptr() : nullptr;
         grouped_dense(p, part, sides, stream);
+        sides.counters += counters;
       }
     }
   }

@@ -36,19 +36,15 @@ struct GroupedPart {
 };
 
 // ends[0] = 0, ends[e + 1]: where group e ends, inside the problem and never decreasing. Ragged M.
-void grouped_ends(const GroupedGemmParams& p, int32_t* ends, Stream stream);
+// And `count` counters become zero.
+void grouped_ends(const GroupedGemmParams& p, int32_t* ends, unsigned* zeros, int64_t count,
+                  Stream stream);
 
-// In a workspace: rows of `pitch` 16-bit values, a multiple of 128, those from k on zero.
-// kArranged: the order of k that grouped_wgmma wants.
-enum class KOrder { kPlain, kArranged };
-bool grouped_unpack_takes(const Operand& operand);  // aligned well enough
-// The part's rows of A, in the problem's order.
+bool grouped_unpack_takes(const Operand& operand);  // aligned well enough to be made dense
+// The part's rows of A for grouped_wgmma, in the problem's order: rows of `pitch` 16-bit values in
+// a workspace, a multiple of 128, those from k on zero, in the order of k that it wants.
 void grouped_unpack_rows(const GroupedGemmParams& p, const GroupedPart& part, DType type,
-                         KOrder order, int64_t pitch, void* out, Stream stream);
-// Rows [n_begin, n_begin + n) of the part's groups' weights, one group after another; of groups
-// without rows, nothing.
-void grouped_unpack_weights(const GroupedGemmParams& p, const GroupedPart& part, int64_t n_begin,
-                            int64_t n, DType type, int64_t pitch, void* out, Stream stream);
+                         int64_t pitch, void* out, Stream stream);
 
 // Hopper (compute capability 9.0), where this build has its code: ragged M.
 bool grouped_hopper_available();
@@ -67,7 +63,12 @@ struct DenseSides {
   int64_t a_rows, a_pitch, b_pitch;
   bool a_of_part;  // row 0 of a is the part's first one, else the problem's
   int64_t n_begin, n;
+  // Where not null, a or b itself: these rows are made of the problem's A or B, packed or gathered,
+  // while others are multiplied. n_begin is then a multiple of 128.
+  void *unpack_a, *unpack_b;
+  unsigned* counters;  // grouped_dense_counters() zeros
 };
+int64_t grouped_dense_counters(const GroupedPart& part, int64_t n);
 void grouped_dense(const GroupedGemmParams& p, const GroupedPart& part, const DenseSides& sides,
                    Stream stream);
 

@@ -108,6 +108,13 @@ class Schedule {
     return true;
   }
 
+  // How many items there are, before any is found; -1 where that takes more than a window of
+  // groups.
+  __device__ int64_t total() const {
+    if (p_.ragged_k || p_.groups > kWindow) return -1;
+    return p_.groups == 0 ? 0 : memory_->tiles[count_ - 1] * tiles_n_;
+  }
+
   // Where the window's rows that no group has begin. Only after find() gave false.
   __device__ int64_t rows_end() const { return count_ ? memory_->ends[count_ - 1] : rows_before_; }
 

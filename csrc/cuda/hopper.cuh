@@ -69,6 +69,21 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
 #endif
 }
 
+// Whether it is, or is soon.
+__device__ __forceinline__ bool barrier_try_wait(uint32_t barrier, uint32_t parity) {
+  uint32_t done = 1;
+#if NVFP4_WGMMA
+  asm volatile(
+      "{.reg .pred done;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+#endif
+  return done;
+}
+
 // `bytes` (a multiple of 16, both ends 16-byte aligned) to shared memory; counted on `barrier`.
 __device__ __forceinline__ void copy_bulk(uint32_t target, const void* source, uint32_t bytes,
                                           uint32_t barrier) {
@@ -139,6 +154,12 @@ __device__ __forceinline__ void wait_for_kernel_ahead() {
 __device__ __forceinline__ void fence_device() {
 #if NVFP4_WGMMA
   asm volatile("fence.acq_rel.gpu;" ::: "memory");
+#endif
+}
+// What this thread sees of memory, copies that it starts see too.
+__device__ __forceinline__ void fence_async_proxy() {
+#if NVFP4_WGMMA
+  asm volatile("fence.proxy.async.global;" ::: "memory");
 #endif
 }
 __device__ __forceinline__ unsigned load_acquire(const unsigned* p) {
@@ -269,6 +290,8 @@ NVFP4_WGMMA_TYPES(24, "m64n48k16", NVFP4_NAMES24, "{%24,%25,%26,%27}, %28", NVFP
 NVFP4_WGMMA_TYPES(32, "m64n64k16", NVFP4_NAMES32, "{%32,%33,%34,%35}, %36", NVFP4_D32(0))
 NVFP4_WGMMA_TYPES(64, "m64n128k16", NVFP4_NAMES64, "{%64,%65,%66,%67}, %68",
                   NVFP4_D32(0), NVFP4_D32(32))
+NVFP4_WGMMA_SHARED(32, "m64n64k16", __nv_bfloat16, "bf16", NVFP4_NAMES32, "%32, %33", NVFP4_D32(0))
+NVFP4_WGMMA_SHARED(32, "m64n64k16", __half, "f16", NVFP4_NAMES32, "%32, %33", NVFP4_D32(0))
 NVFP4_WGMMA_SHARED(128, "m64n256k16", __nv_bfloat16, "bf16", NVFP4_NAMES128, "%128, %129",
                    NVFP4_D32(0), NVFP4_D32(32), NVFP4_D32(64), NVFP4_D32(96))
 NVFP4_WGMMA_SHARED(128, "m64n256k16", __half, "f16", NVFP4_NAMES128, "%128, %129",

@@ -19,12 +19,14 @@ inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, const void*)
 }
 
 namespace emulator {
+void give_way();  // to other threads, perhaps several times
 void sync_named(int id, int threads);
 void arrive_named(int id, int threads);
 void init_counted(uint32_t barrier, int arrivals);
 // At block `rank`'s barrier: `arrivals`, and `bytes` more to wait for.
 void arrive_counted(uint32_t barrier, int rank, int arrivals, int64_t bytes);
 void wait_counted(uint32_t barrier, uint32_t parity);
+bool phase_over(uint32_t barrier, uint32_t parity);
 // `copy` is done, and `bytes` have arrived, when block `rank`'s barrier gets that far.
 void copy_counted(uint32_t barrier, int rank, int64_t bytes, std::function<void()> copy);
 }  // namespace emulator
@@ -52,6 +54,11 @@ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
   emulator::wait_counted(barrier, parity);
 }
 
+inline bool barrier_try_wait(uint32_t barrier, uint32_t parity) {
+  emulator::give_way();
+  return emulator::phase_over(barrier, parity);
+}
+
 inline void copy_bulk(uint32_t target, const void* source, uint32_t bytes, uint32_t barrier) {
   if (target % 16 || reinterpret_cast<uintptr_t>(source) % 16 || bytes % 16) {
     fail("misaligned bulk copy");
@@ -64,6 +71,12 @@ inline void copy_bulk(uint32_t target, const void* source, uint32_t bytes, uint3
 
 inline void let_next_kernel_start() {}
 inline void wait_for_kernel_ahead() {}
+inline void fence_device() {}
+inline void fence_async_proxy() {}
+inline unsigned load_acquire(const unsigned* p) {
+  emulator::give_way();
+  return *p;
+}
 
 template <int>
 void take_registers() {}
@@ -127,7 +140,8 @@ void wgmma(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b, T type) {
     for (int k = 0; k < 16; ++k) {
       const int lane = row % 8 * 4 + k % 8 / 2;
       const float left = pair_element(all[lane].word[(row >= 8) + (k >= 8) * 2], k % 2, type);
-      sum += double{left} * shared_element(static_cast<uint32_t>(b) * 16 + column * 128 + k * 2, type);
+      sum +=
+          double{left} * shared_element(static_cast<uint32_t>(b) * 16 + column * 128 + k * 2, type);
     }
     d[i] = static_cast<float>(sum);
   }
