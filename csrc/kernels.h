@@ -164,9 +164,8 @@ constexpr int64_t kSmallMMax = 32;
 void gemm_small_m(const SmallMParams& p, Stream stream);
 
 // The same on Hopper (compute capability 9.0). Everything 16-byte aligned, k a multiple of 32 below
-// 2^24 and a dense row's stride of 8; where this build has it for the current device.
+// 2^24 and a dense row's stride of 8; where kHasHopperKernels.
 void gemm_small_m_hopper(const SmallMParams& p, Stream stream);
-bool gemm_small_m_hopper_built();
 
 // The same on Hopper (compute capability 9.0) for more rows, all of A from row 0. Everything
 // 16-byte aligned, k a multiple of 32 and a dense row's stride of 8. `workspace`: mid_m_workspace()

@@ -54,12 +54,6 @@ Problem base_problem(const GemmRequest& r, ElementType type, int64_t m, int64_t 
   return p;
 }
 
-#if defined(NVFP4_WITH_HOPPER)
-constexpr bool kHasHopperKernels = true;
-#else
-constexpr bool kHasHopperKernels = false;
-#endif
-
 bool has_emulation(const cublaslt::DeviceInfo& device) {
   return kHasCudaKernels && device.cc_major >= 8;
 }

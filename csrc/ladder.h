@@ -36,6 +36,12 @@ inline constexpr bool kHasCudaKernels = true;
 #else
 inline constexpr bool kHasCudaKernels = false;
 #endif
+// Those with Hopper's own instructions: code for any other target than sm_90a has husks of them.
+#if defined(NVFP4_WITH_HOPPER)
+inline constexpr bool kHasHopperKernels = true;
+#else
+inline constexpr bool kHasHopperKernels = false;
+#endif
 
 // The rung that NVFP4_BACKEND forces now; empty where it forces none. A look through a hundred
 // variables takes the host 0.3 us: once a gemm.

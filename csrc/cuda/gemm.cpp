@@ -243,11 +243,8 @@ void gemm(const GemmParams& p, Stream stream) {
       if (run_nvfp4(p, route, stream).empty()) return;
       continue;  // every plan of the rung is retired by now: the next route is the next rung
     }
-    if (route.kernel == EmulatedKernel::kSmallMHopper && gemm_small_m_hopper_built()) {
+    if (route.kernel == EmulatedKernel::kSmallMHopper) {
       return gemm_small_m_hopper(fused_params(p), stream);
-    }
-    if (route.kernel == EmulatedKernel::kSmallM || route.kernel == EmulatedKernel::kSmallMHopper) {
-      return run_small_m(p, stream);
     }
     if (route.kernel == EmulatedKernel::kMidM) {
       return run_mid_m(p, request.device.sm_count, stream);

@@ -642,20 +642,11 @@ void split_like_mid_m() {
         "cudaFuncSetAttribute");
 }
 
-// Once a device: the kernels' shared memory. Compiled for another target a kernel is a husk without
-// wgmma: few registers give it away.
+// Once a device: the kernels' shared memory.
 void prepare(const Device& device) {
   constexpr int kMaxDevices = 64;
   static std::once_flag once[kMaxDevices];
   std::call_once(once[device.index], [] {
-    cudaFuncAttributes attributes = {};
-    check(cudaFuncGetAttributes(&attributes,
-                                reinterpret_cast<const void*>(mid_m_kernel<__half, Layout<256>>)),
-          "cudaFuncGetAttributes");
-    if (attributes.numRegs < 100) {
-      throw std::runtime_error(
-          "gemm_mid_m was not compiled for sm_90a: build with 90a in NVFP4_CUDA_ARCHS");
-    }
     allow_shared<__nv_bfloat16, Layout<64>>();
     allow_shared<__nv_bfloat16, Layout<128>>();
     allow_shared<__nv_bfloat16, Layout<192>>();

@@ -555,7 +555,7 @@ __device__ __forceinline__ void finish(const Args& a, int64_t first, int rows, i
 
 template <typename T, bool kPackedA, int kTiles>
 __global__ void __launch_bounds__(kThreads, 1) small_m_hopper_kernel(const Args all) {
-  if (NVFP4_WGMMA) {  // else an empty kernel, see describe_device
+  if (NVFP4_WGMMA) {  // else an empty kernel, see kHasHopperKernels
     const Args a = slice_of(all);
     using Ring = HopperRing<kTiles>;
     using Place = Layout<kTiles>;
@@ -677,18 +677,11 @@ constexpr int kMaxDevices = 64;
 
 struct DeviceEntry {
   std::once_flag once;
-  bool built = false;
   HopperDevice device = {};
 };
 
 // All the shared memory that they need, for every kernel; what the driver says about clusters.
 void describe_device(const Device& device, DeviceEntry& e) {
-  // Compiled for another target the kernels are empty.
-  cudaFuncAttributes found = {};
-  check(cudaFuncGetAttributes(&found, small_m_hopper_kernel<__half, true, 1>),
-        "cudaFuncGetAttributes");
-  e.built = found.numRegs > 64;
-  if (!e.built) return;
   for (const int tiles : {1, 2, 4}) {
     for (const Kernel kernel : {pick_kernel<__half, true>(tiles), pick_kernel<__half, false>(tiles),
                                 pick_kernel<__nv_bfloat16, false>(tiles)}) {
@@ -752,8 +745,6 @@ const HopperPlan& find_plan(int64_t m, int64_t n, int64_t k, const Device& devic
 }
 
 }  // namespace
-
-bool gemm_small_m_hopper_built() { return device_entry(current_device()).built; }
 
 void gemm_small_m_hopper(const SmallMParams& p, Stream stream) {
   if (p.m == 0 || p.n == 0) return;

@@ -384,7 +384,7 @@ __device__ __forceinline__ void multiply_tiles(const DenseArgs& args, Memory* me
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 1)
     grouped_dense_kernel(const __grid_constant__ DenseArgs args) {
-  if (NVFP4_WGMMA) {  // else an empty kernel: see grouped_hopper_available
+  if (NVFP4_WGMMA) {  // else an empty kernel: see kHasHopperKernels
     uint8_t* const shared = dynamic_shared();
     const uint32_t ring = (shared_address(shared) + 1023u) & ~1023u;
     Memory* const memory =

@@ -68,14 +68,16 @@ bool boxes_take(const Operand& o) {
 
 bool unpacks_a(const GroupedGemmParams& p) { return p.gather || !boxes_take(p.a); }
 
+bool on_hopper() { return kHasHopperKernels && current_device().cc_major == 9; }
+
 bool wgmma_takes(const GroupedGemmParams& p) {
-  return grouped_small_m_weights(p) && grouped_unpack_takes(p.a) && grouped_hopper_available();
+  return grouped_small_m_weights(p) && grouped_unpack_takes(p.a) && on_hopper();
 }
 
 bool dense_takes(const GroupedGemmParams& p) {
   if (p.ragged_k || p.groups == 0 || p.m == 0 || p.n == 0 || p.k == 0) return false;
   const bool b = p.b.scale ? grouped_unpack_takes(p.b) : boxes_take(p.b);
-  return b && grouped_unpack_takes(p.a) && grouped_hopper_available();
+  return b && grouped_unpack_takes(p.a) && on_hopper();
 }
 
 Kernel pick_kernel(const GroupedGemmParams& p, int64_t rows) {

@@ -46,9 +46,7 @@ bool grouped_unpack_takes(const Operand& operand);  // aligned well enough to be
 void grouped_unpack_rows(const GroupedGemmParams& p, const GroupedPart& part, DType type,
                          int64_t pitch, void* out, Stream stream);
 
-// Hopper (compute capability 9.0), where this build has its code: ragged M.
-bool grouped_hopper_available();
-
+// Hopper (compute capability 9.0), ragged M.
 // Packed weights with swizzled scales, as for grouped_small_m. `a`: what grouped_unpack_rows made
 // of the part's rows, arranged, in T = `type`. Weights are read once for up to `rows` rows of a
 // group, at most 64.

@@ -438,7 +438,7 @@ __device__ __forceinline__ void multiply_tiles(const WgmmaArgs& args, Memory* me
 template <typename T, int kTileM>
 __global__ void __launch_bounds__(kThreads, 1)
     grouped_wgmma_kernel(const __grid_constant__ WgmmaArgs args) {
-  if (NVFP4_WGMMA) {  // else an empty kernel: see grouped_hopper_available
+  if (NVFP4_WGMMA) {  // else an empty kernel: see kHasHopperKernels
     uint8_t* const shared = dynamic_shared();
     const uint32_t ring = (shared_address(shared) + 1023u) & ~1023u;
     const uint32_t staged = ring + kStages<kTileM> * kStageBytes<kTileM>;
@@ -492,19 +492,7 @@ void run(const GroupedGemmParams& p, const GroupedPart& part, const void* a, DTy
                     1, stream, args, 1, true);
 }
 
-// Whether what is loaded is the kernel: code for another target has an empty one in its place, and
-// that needs next to no registers.
-bool is_built() {
-  cudaFuncAttributes found = {};
-  const Kernel kernel = grouped_wgmma_kernel<__nv_bfloat16, 64>;
-  check(cudaFuncGetAttributes(&found, reinterpret_cast<const void*>(kernel)),
-        "cudaFuncGetAttributes");
-  return found.numRegs > 64;
-}
-
 }  // namespace
-
-bool grouped_hopper_available() { return current_device().cc_major == 9 && is_built(); }
 
 void grouped_wgmma(const GroupedGemmParams& p, const GroupedPart& part, const void* a, DType type,
                    int64_t pitch, int64_t rows, Stream stream) {
