@@ -212,9 +212,9 @@ class Book:
 
     def save(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(_rounded(self.data), indent=None, separators=(",", ":"))
-        write_whole(self.path, text + "\n")
-        write_whole(self.path.with_suffix(".md"), page(self.data) + "\n")
+        kept = _rounded(self.data)  # the page's digits are those of the file
+        write_whole(self.path, json.dumps(kept, separators=(",", ":")) + "\n")
+        write_whole(self.path.with_suffix(".md"), page(kept) + "\n")
         save_pins(self.folder / f"{self.name}.pins", self.pins())
 
 
