@@ -1,19 +1,16 @@
 // csrc/cuda/hopper.cuh in portable C++; sets its guard. Included after cuda_emulator/ptx.cuh.
 //
-// A wgmma happens at once; what a barrier in shared memory counts arrives when its phase ends, not
-// sooner.
+// What a barrier in shared memory counts arrives when its phase ends, not sooner.
 #define NVFP4_CUDA_HOPPER_CUH
 #define NVFP4_WGMMA 1
-
-#include <cuda_runtime.h>
 
 #include <cstdio>
 #include <cstdlib>
 
+#include "../cuda_emulator/wgmma.cuh"
+
 namespace emulator {
 void give_way();  // to other threads, perhaps several times
-void sync_named(int id, int threads);
-void arrive_named(int id, int threads);
 void init_counted(uint32_t barrier, int arrivals);
 // At block `rank`'s barrier: `arrivals`, and `bytes` more to wait for.
 void arrive_counted(uint32_t barrier, int rank, int arrivals, int64_t bytes);
@@ -25,8 +22,6 @@ void copy_counted(uint32_t barrier, int rank, int64_t bytes, std::function<void(
 
 namespace nvfp4::cuda {
 
-inline void barrier_sync(int id, int threads) { emulator::sync_named(id, threads); }
-inline void barrier_arrive(int id, int threads) { emulator::arrive_named(id, threads); }
 inline void fail(const char* what) {
   std::fprintf(stderr, "%s\n", what);
   std::abort();
@@ -61,40 +56,13 @@ inline void copy_bulk(uint32_t target, const void* source, uint32_t bytes, uint3
   });
 }
 
-inline void let_next_kernel_start() {}
-inline void wait_for_kernel_ahead() {}
-inline void fence_device() {}
 inline void fence_async_proxy() {}
 inline unsigned load_acquire(const unsigned* p) {
   emulator::give_way();
   return *p;
 }
 
-template <int>
-void take_registers() {}
-template <int>
-void give_registers() {}
-inline void wgmma_fence() {}
-inline void wgmma_commit() {}
-template <int>
-void wgmma_wait() {}
-template <int kCount>
-void pin_registers(float (&)[kCount]) {}
 inline void pin_register(uint32_t&) {}
-
-inline uint32_t load_shared_word(uint32_t address) {
-  uint32_t v;
-  std::memcpy(&v, dynamic_shared() + address, sizeof(v));
-  return v;
-}
-
-inline void load_matrices(uint32_t (&out)[4], uint32_t address) {
-  const auto* all = emulator::exchange({{address}});
-  for (int i = 0; i < 4; ++i) {
-    const uint32_t row = all[8 * i + emulator::lane() / 4].word[0];
-    std::memcpy(&out[i], dynamic_shared() + row + emulator::lane() % 4 * 4, 4);
-  }
-}
 
 inline void store_matrices_transposed(uint32_t address, const uint32_t (&words)[4]) {
   const auto* all = emulator::exchange({{address, words[0], words[1], words[2], words[3]}});
@@ -105,37 +73,6 @@ inline void store_matrices_transposed(uint32_t address, const uint32_t (&words)[
       const uint16_t value = static_cast<uint16_t>(words[i] >> (16 * c));
       std::memcpy(dynamic_shared() + to, &value, 2);
     }
-  }
-}
-
-inline uint32_t wgmma_descriptor_low(uint32_t address) { return address / 16; }
-inline uint64_t wgmma_descriptor_of(uint32_t low) { return low; }
-
-// The 16-bit value whose address, before the swizzle, is this.
-template <typename T>
-float shared_element(uint32_t address, T type) {
-  address ^= (address >> 7 & 7) << 4;
-  uint16_t bits;
-  std::memcpy(&bits, dynamic_shared() + address, 2);
-  return pair_element(bits, 0, type);
-}
-
-// The hardware's address of k vector `v` (16 bytes) of row n: bits 6..4 exclusive-ored with bits
-// 9..7, of the address itself.
-template <int kCount, typename T>
-void wgmma(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b, T type) {
-  const auto* all = emulator::exchange({{a[0], a[1], a[2], a[3]}});
-  const int group = emulator::lane() / 4, in_group = emulator::lane() % 4;
-  for (int i = 0; i < kCount; ++i) {
-    const int row = group + (i / 2 % 2) * 8, column = i / 4 * 8 + 2 * in_group + i % 2;
-    double sum = d[i];
-    for (int k = 0; k < 16; ++k) {
-      const int lane = row % 8 * 4 + k % 8 / 2;
-      const float left = pair_element(all[lane].word[(row >= 8) + (k >= 8) * 2], k % 2, type);
-      sum +=
-          double{left} * shared_element(static_cast<uint32_t>(b) * 16 + column * 128 + k * 2, type);
-    }
-    d[i] = static_cast<float>(sum);
   }
 }
 

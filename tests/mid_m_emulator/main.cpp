@@ -11,7 +11,7 @@
 
 // Its scheduler is needed here, for barriers.
 #include "../cuda_emulator/emulator.cpp"
-#include "../cuda_emulator/operands.h"
+#include "../cuda_emulator/fused_case.h"
 #include "../cuda_emulator/shared_barriers.h"
 
 namespace emulator {
@@ -41,86 +41,15 @@ bool run_case(int64_t m, int64_t n, int64_t k, int kind, int sms, bool nan_rows,
   const cuda::MidMPlan plan = cuda::plan_mid_m(m, n, k, sms);
   emulator::machine.index = emulator::machine.sm_count = sms;
   emulator::machine.order = order;
-  Packed b(n, k, 0x7F), packed_a(kind == kPacked ? m : 0, k, 0x7F);
-  const int64_t stride = k + 8;
-  const DType a_type = kind == kFp16 ? DType::kFloat16 : DType::kBFloat16;
-  Buffer dense(kind == kPacked ? 0 : ((m - 1) * stride + k) * 2);
-  for (int64_t r = 0; kind != kPacked && r < m; ++r) {
-    for (int64_t c = 0; c < k; ++c) {
-      if (kind == kFp16) {
-        dense.as<__half>()[r * stride + c] = __float2half_rn(uniform());
-      } else {
-        dense.as<__nv_bfloat16>()[r * stride + c] = __float2bfloat16_rn(uniform());
-      }
-    }
-  }
-  if (nan_rows) {
-    b.scale.data()[swizzled_offset(n / 2, k / kBlockSize / 2, b.tiles)] = kE4m3Nan;
-    if (kind == kPacked)
-      packed_a.scale.data()[swizzled_offset(m / 2, 0, packed_a.tiles)] = kE4m3Nan;
-  }
-  SmallMParams p;
-  p.m = m;
-  p.n = n;
-  p.k = k;
-  p.b = b.data.data();
-  p.b_scale = b.scale.data();
-  p.a = kind == kPacked ? packed_a.data.data() : dense.data();
-  if (kind == kPacked) p.a_scale = packed_a.scale.data();
-  p.a_type = a_type;
-  p.a_row_stride = stride;
-  Buffer alpha(4), bias(n * 4);
-  *alpha.as<float>() = 0.01f;
-  if (rng() % 2) {
-    p.alpha.device = alpha.as<float>();
-  } else {
-    p.alpha.value = 0.01f;
-  }
-  if (rng() % 2) {
-    p.bias = bias.data();
-    for (int64_t i = 0; i < n; ++i) bias.as<float>()[i] = uniform();
-  }
-  p.out_type = static_cast<DType>(rng() % 3);
-  Buffer out(m * n * size_of(p.out_type)), workspace(cuda::mid_m_workspace(plan));
-  p.out = out.data();
-  cuda::gemm_mid_m(p, workspace.data(), nullptr);
-
-  int64_t wrong = 0;
-  for (int64_t i = 0; i < m * n; ++i) {
-    const int64_t row = i / n, col = i % n;
-    double sum = 0, magnitude = 0;
-    for (int64_t c = 0; c < k; ++c) {
-      const double left =
-          kind == kPacked ? packed_a.at(row, c) : load(p.a, a_type, row * stride + c);
-      const double product = left * b.at(col, c);
-      sum += product;
-      magnitude += std::fabs(product);
-    }
-    const double want = 0.01f * sum + (p.bias ? bias.as<float>()[col] : 0.0f);
-    const float got = load(out.data(), p.out_type, i);
-    bool right;
-    if (want != want) {
-      const uint32_t nan = p.out_type == DType::kFloat32    ? kNanFloat32
-                           : p.out_type == DType::kBFloat16 ? kNanBFloat16
-                                                            : kNanFloat16;
-      right = std::memcmp(&nan, out.data() + i * size_of(p.out_type), size_of(p.out_type)) == 0;
-    } else {
-      const double ulp = p.out_type == DType::kFloat32   ? 0x1p-22
-                         : p.out_type == DType::kFloat16 ? 0x1p-10
-                                                         : 0x1p-7;
-      const double allowed = 0.01f * magnitude * 0x1p-21 + ulp * std::fabs(want) + 1e-7;
-      right = std::fabs(got - want) <= allowed ||
-              (p.out_type == DType::kFloat16 && std::fabs(want) > 65000 && std::isinf(got));
-    }
-    if (!right && wrong++ == 0)
-      std::printf("  first: row %ld, column %ld: %g, not %g\n", long(row), long(col), got, want);
-  }
+  FusedCase problem(m, n, k, kind, 0, 0x7F, nan_rows);
+  Buffer workspace(cuda::mid_m_workspace(plan));
+  cuda::gemm_mid_m(problem.p, workspace.data(), nullptr);
+  int64_t wrong = problem.wrong();
   // Who adds up a tile's pieces depends on what its blocks see of each other; the bytes do not.
   if (wrong == 0 && plan.workers.value != plan.tiles) {
-    Buffer again(m * n * size_of(p.out_type));
-    p.out = again.data();
-    cuda::gemm_mid_m(p, workspace.data(), nullptr);
-    if (std::memcmp(out.data(), again.data(), m * n * size_of(p.out_type)) != 0) {
+    const auto before = problem.new_out();
+    cuda::gemm_mid_m(problem.p, workspace.data(), nullptr);
+    if (std::memcmp(before->data(), problem.out->data(), before->size()) != 0) {
       std::printf("  another run gives other bytes\n");
       ++wrong;
     }
@@ -129,7 +58,7 @@ bool run_case(int64_t m, int64_t n, int64_t k, int kind, int sms, bool nan_rows,
   std::printf(
       "gemm_mid_m: %ld of %ld wrong: m=%ld n=%ld k=%ld kind=%d sms=%d rows=%d workers=%d out=%d\n",
       long(wrong), long(m * n), long(m), long(n), long(k), kind, sms, plan.rows, plan.workers.value,
-      static_cast<int>(p.out_type));
+      static_cast<int>(problem.p.out_type));
   return false;
 }
 
