@@ -21,8 +21,8 @@
 
 namespace nvfp4 {
 
-inline constexpr const char* kEmulatedRung = "emulated";
-inline constexpr const char* kCpuRung = "cpu";
+inline constexpr char kEmulatedRung[] = "emulated";
+inline constexpr char kCpuRung[] = "cpu";
 
 // Bytes that decoded operands of the emulated rung and cuBLASLt's own workspace may take together.
 constexpr int64_t kWorkspaceBudget = int64_t{256} << 20;

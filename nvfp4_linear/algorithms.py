@@ -308,6 +308,14 @@ def explain(
 
     Raises ValueError for sizes or names that no gemm takes.
     """
+    for argument, type in (("activation", activation), ("weight", weight)):
+        if type not in ("nvfp4", "bfloat16", "float16"):
+            raise ValueError(f"{argument} must be nvfp4, bfloat16 or float16, got {type!r}")
+    if "nvfp4" not in (activation, weight):
+        raise ValueError(
+            f"activation or weight must be nvfp4, got {activation!r} and {weight!r}: torch's own "
+            f"linear takes two dense operands"
+        )
     where = device_of(device)
     if isinstance(where, torch.device):
         needs = "the operands are on the CPU: it needs CUDA operands"

@@ -469,6 +469,18 @@ def test_explain_a_dense_weight(capsys, monkeypatch):
     assert "needs cuBLASLt for a dense B" in reason or "no CUDA kernels" in reason
 
 
+def test_explain_operands_that_no_gemm_takes():
+    for device in ("cpu", algorithms.Device((9, 0), 132)):
+        with pytest.raises(
+            ValueError, match=r"^weight must be nvfp4, bfloat16 or float16, got 'int4'"
+        ):
+            algorithms.explain(4, 64, 64, device=device, weight="int4")
+        with pytest.raises(
+            ValueError, match=r"^activation or weight must be nvfp4, got 'float16' and"
+        ):
+            algorithms.explain(4, 64, 64, device=device, activation="float16", weight="bfloat16")
+
+
 def test_explain_where_no_rung_takes_the_call(capsys):
     arguments = ("explain", *STUDY, "--cc", "7.5", "--sms", 68)
     status, out, err = run(capsys, *arguments)

@@ -47,8 +47,9 @@ struct Refusal {
   std::string reason;
 };
 
-inline constexpr const char* kPinnedRung = "cublaslt-pinned";
-inline constexpr const char* kHeuristicRung = "cublaslt-heuristic";
+// Arrays: one address in every file, which is what rungs are compared by.
+inline constexpr char kPinnedRung[] = "cublaslt-pinned";
+inline constexpr char kHeuristicRung[] = "cublaslt-heuristic";
 inline constexpr uint32_t kMaxAlignment = 256;
 inline constexpr uint32_t kWorkspaceAlignment = 256;
 
