@@ -202,7 +202,8 @@ def test_a_graph_on_the_second_gpu(op, m):
             p.run(op)
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # torch's own capture stream is on the GPU that captured first in this process.
+        with torch.cuda.graph(graph, stream=stream):
             captured = p.run(op)
     p.fill(3)
     torch.cuda.synchronize(1)
