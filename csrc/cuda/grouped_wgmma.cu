@@ -4,7 +4,9 @@
 // - A block makes tiles of 256 weight rows x kTileM rows of A, 256 along k at a time. One warp
 //   starts copies of boxes, two warpgroups multiply: 128 weight rows each, as two wgmma of
 //   64 x kN x 16 per 16 of k, where kN <= kTileM is what the tile's rows need. The copies run ahead
-//   across tiles. The warpgroups are a step apart: while one writes its sums, the other multiplies.
+//   across tiles. The copying warp alone looks for tiles: the others read what it found.
+// - Nothing may be spilled: with this much shared memory hardly any L1 is left, and a spilled word
+//   takes a microsecond to come back from L2 while copies are under way.
 // - Weights are wgmma's register operand: each thread decodes the codes its fragments need while
 //   the tensor cores work on the ones before. Lane (g, t) has four rows, 32 apart, whose scales for
 //   64 of k are 16 consecutive bytes of the 128x4 layout, and of every 128 of k the 32 from 32 t
@@ -28,7 +30,8 @@ namespace {
 constexpr int kVectorBytes = 16;
 constexpr int kStepK = 256;  // kBoxBytes of codes
 constexpr int kStepBlocks = kStepK / kBlockSize, kStepTiles = kStepBlocks / kTileCols;
-constexpr int kHalfK = 128;           // four lanes' 16 bytes of codes
+constexpr int kHalfK = 128;  // four lanes' 16 bytes of codes
+constexpr int kStepHalves = kStepK / kHalfK;
 constexpr int kBoxK = kBoxBytes / 2;  // of A's 16-bit values
 constexpr int kBoxes = kStepK / kBoxK;
 constexpr int kGroupThreads = 128;  // a warpgroup
@@ -43,7 +46,6 @@ constexpr int kMatrixBytes = 8 * kVectorBytes;        // 8 x 8 results of 16 bit
 // Where a warp turns results round: a matrix of each of its lanes' rows.
 constexpr int kTurnBytes = kRowsPerLane * kMatrixBytes;
 constexpr int kStagedBytes = kMultipliers * kGroupThreads / kWarpSize * kTurnBytes;
-constexpr int kMaxStages = 4;
 constexpr int kFragments = 2;  // words: one is decoded while the tensor cores have the other
 
 template <int kTileM>
@@ -58,15 +60,31 @@ constexpr int kSizes = kTileM / kRowUnit<kTileM>;
 constexpr int kMaxSizes = 4;
 
 // Registers a thread: 168 x 384 are handed out as these.
-constexpr int kCopierRegisters = 56, kMultiplierRegisters = 224;
+constexpr int kCopierRegisters = 72, kMultiplierRegisters = 216;
 
 // Named barriers; 0 is __syncthreads.
-constexpr int kCopier = 1, kAllMultipliers = 2;
+constexpr int kCopier = 1;
 
+// What the multipliers hear of a tile. No rows: there are no more tiles, and `row` is where those
+// that no group has begin.
+template <int kTileM>
+struct Tile {
+  int64_t group, row, n;
+  int rows;
+  float alpha;
+  float gamma[kTileM];
+  int target[kTileM];  // row of out, kDropped, or below that kMissing - row: zeros go there
+};
+constexpr int kDropped = -1, kMissing = -2;
+
+template <int kTileM>
 struct Memory {
-  ScheduleMemory<kWarpSize> copier;
-  ScheduleMemory<kMultipliers * kGroupThreads> multiplier;
-  uint64_t full[kMaxStages], empty[kMaxStages];
+  // A tile is written when its first step's stage is free: by then the one kTiles before is done.
+  static constexpr int kTiles = kStages<kTileM> + 1;
+
+  ScheduleMemory<kWarpSize> schedule;
+  uint64_t full[kStages<kTileM>], empty[kStages<kTileM>];
+  Tile<kTileM> tiles[kTiles];
 };
 
 struct WgmmaArgs {
@@ -79,17 +97,42 @@ struct WgmmaArgs {
   bool wide;
 };
 
+// What the copying warp says of a tile, whose place is free.
 template <int kTileM>
-__device__ __forceinline__ void copy_tiles(const WgmmaArgs& args, Memory* memory, uint32_t ring,
-                                           const RowWindow& window, int lane) {
+__device__ __forceinline__ void describe(const GroupedGemmParams& p, const GroupedTile& tile,
+                                         int lane, Tile<kTileM>& out) {
+  for (int i = lane; i < kTileM; i += kWarpSize) {
+    const int64_t m = tile.row + i;
+    const int64_t to = i < tile.rows ? target_row(p, m) : kDropped;
+    const bool missing = to >= 0 && source_row(p, m) < 0;
+    out.target[i] = static_cast<int>(missing ? kMissing - to : to);
+    out.gamma[i] = p.gamma && i < tile.rows ? p.gamma[m] : 1.0f;
+  }
+  if (lane != 0) return;
+  out.group = tile.group;
+  out.row = tile.row;
+  out.n = tile.n;
+  out.rows = tile.rows;
+  out.alpha = group_alpha(p, tile.group);
+}
+
+template <int kTileM>
+__device__ __forceinline__ void copy_tiles(const WgmmaArgs& args, Memory<kTileM>* memory,
+                                           uint32_t ring, const RowWindow& window, int lane) {
   const GroupedGemmParams& p = args.gemm;
-  Schedule<kWarpSize, kTileM, kTileN, NamedBarrier<kCopier, kWarpSize>> schedule(p, &memory->copier,
-                                                                                 lane, window);
+  Schedule<kWarpSize, kTileM, kTileN, NamedBarrier<kCopier, kWarpSize>> schedule(
+      p, &memory->schedule, lane, window);
   const uint32_t full = shared_address(memory->full), empty = shared_address(memory->empty);
   Place<kStages<kTileM>> place;
+  Place<Memory<kTileM>::kTiles> described;
   GroupedTile tile;
   wait_for_kernel_ahead();  // it makes A
   for (int64_t item = blockIdx.x; schedule.find(item, tile); item += gridDim.x) {
+    if (lane == 0) barrier_wait(empty + place.stage * 8, place.parity ^ 1);
+    __syncwarp();
+    describe<kTileM>(p, tile, lane, memory->tiles[described.stage]);
+    described.next();
+    __syncwarp();
     if (lane != 0) continue;
     const int size = (tile.rows - 1) / kRowUnit<kTileM>;
     const uint32_t box_bytes = static_cast<uint32_t>(size + 1) * kRowUnit<kTileM> * kBoxBytes;
@@ -121,6 +164,11 @@ __device__ __forceinline__ void copy_tiles(const WgmmaArgs& args, Memory* memory
       place.next();
     }
   }
+  if (lane != 0) return;
+  barrier_wait(empty + place.stage * 8, place.parity ^ 1);
+  memory->tiles[described.stage].rows = 0;
+  memory->tiles[described.stage].row = schedule.rows_end();
+  barrier_arrive(full + place.stage * 8);
 }
 
 // One of a warpgroup's lanes.
@@ -129,12 +177,8 @@ struct Lane {
   int first;    // of its rows among the warpgroup's, 32 apart
   int swizzle;  // they are this much modulo 8
 
-  // Of the tile: row j of the lane's own, and the first of eight that it has of row j's matrix when
-  // that is turned round.
+  // Row j of the lane's own, of the tile.
   __device__ int row(int j) const { return group * kGroupRows + first + 32 * j; }
-  __device__ int turned_row(int j) const {
-    return group * kGroupRows + thread / kWarpSize * 8 + 32 * j;
-  }
 
   __device__ explicit Lane(int multiplier)
       : group(multiplier / kGroupThreads),
@@ -151,23 +195,16 @@ __device__ __forceinline__ uint4 in_order(uint4 v) {
                     permute_bytes(v.x, v.y, 0x7632), permute_bytes(v.z, v.w, 0x7632));
 }
 
-// What a tile's sums are multiplied with and added to: asked for ahead of its products.
-struct Epilogue {
-  float alpha, bias[kRowsPerLane];
+// What a lane adds to its rows: asked for ahead of the tile's products.
+struct Bias {
+  float of[kRowsPerLane];
 
-  __device__ Epilogue(const GroupedGemmParams& p, const GroupedTile& tile, const Lane& lane)
-      : alpha(group_alpha(p, tile.group)) {
+  __device__ Bias(const GroupedGemmParams& p, int64_t group, int64_t tile_n, const Lane& lane) {
 #pragma unroll
     for (int j = 0; j < kRowsPerLane; ++j) {
-      const int64_t n = tile.n + lane.row(j);
-      bias[j] = p.bias && n < p.n ? load_as_float(p.bias, p.bias_type, tile.group * p.n + n) : 0.0f;
+      const int64_t n = tile_n + lane.row(j);
+      of[j] = p.bias && n < p.n ? load_as_float(p.bias, p.bias_type, group * p.n + n) : 0.0f;
     }
-  }
-
-  // Of row m of the tile, where there is one.
-  __device__ __forceinline__ static float gamma(const GroupedGemmParams& p, const GroupedTile& tile,
-                                                int m) {
-    return p.gamma && m < tile.rows ? p.gamma[tile.row + m] : 1.0f;
   }
 };
 
@@ -188,56 +225,60 @@ __device__ __forceinline__ void round_pairs(const float (&v)[kRowsPerLane][2],
   }
 }
 
-// The eight results at `from`, in the order of lanes, to out[n] on.
-__device__ __forceinline__ void store_turned(uint16_t* out, int64_t n, int64_t n_end, uint32_t from,
-                                             bool missing, bool wide) {
-  if (wide) {
-    const uint4 v = in_order(load_shared(from));
-    *reinterpret_cast<uint4*>(out + n) = missing ? make_uint4(0, 0, 0, 0) : v;
-    return;
-  }
-  const int count = static_cast<int>(min(n_end - n, int64_t{8}));
+// Eight results, in the order of lanes, to `out` on, of which `count` exist. Not where 16-byte
+// stores may be used and all exist.
+__device__ void store_narrow(uint16_t* out, uint32_t from, int count, bool missing) {
 #pragma unroll 1
   for (int i = 0; i < count; ++i) {
     const uint32_t pair = load_shared_word(from + i % 4 * 4);
-    out[n + i] = missing ? 0 : static_cast<uint16_t>(pair >> (i / 4 * 16));
+    out[i] = missing ? 0 : static_cast<uint16_t>(pair >> (i / 4 * 16));
   }
 }
 
-// A warpgroup's 128 x kN sums to out. FP32: a sector is one fragment's eight rows already. 16 bits:
-// a warp turns eight columns of its fragments round at a time, by way of shared memory of its own,
-// so that a lane has eight neighbours of a row of out.
-template <typename T, typename Out, int kN>
-__device__ __forceinline__ void finish(const WgmmaArgs& args, const GroupedTile& tile,
-                                       const Lane& lane, const Epilogue& epilogue, uint32_t staged,
-                                       const float (&acc)[2][kN / 2]) {
+// A warpgroup's sums of a tile to out. FP32: a sector is one fragment's eight rows already. 16
+// bits: a warp turns eight columns of its fragments round at a time, by way of shared memory of its
+// own, so that a lane has eight neighbours of a row of out. One function for all kN: its
+// instructions come from far at the end of every tile, the loop over steps fills the near caches.
+template <typename T, typename Out, int kTileM>
+__device__ __forceinline__ void finish(const WgmmaArgs& args, const Tile<kTileM>& tile,
+                                       const Lane& lane, const Bias& bias, uint32_t staged,
+                                       const float (&acc)[2][kTileM / 2]) {
   const GroupedGemmParams& p = args.gemm;
-  const int in_warp = lane.thread % kWarpSize;
+  const float alpha = tile.alpha;
+  // Said anew, here and for every eight below, or the compiler makes what follows from it ahead of
+  // all tiles or all eights, and spills it.
+  uint32_t thread = lane.thread;
+  keep(thread);
+  const uint32_t in_warp = thread % kWarpSize;
   // Of what a lane stores: matrix in_warp / 8, and in it row in_warp % 8.
-  const int64_t n = tile.n + lane.turned_row(in_warp / 8);
+  const int64_t n = tile.n + lane.group * kGroupRows + thread / kWarpSize * 8 + in_warp / 8 * 32;
+  const int count = static_cast<int>(max(min(p.n - n, int64_t{8}), int64_t{0}));
   const uint32_t mine = staged + in_warp * kVectorBytes;
 #pragma unroll
-  for (int m0 = 0; m0 < kN; m0 += 8) {
+  for (int m0 = 0; m0 < kTileM; m0 += 8) {
     if (m0 >= tile.rows) break;
+    uint32_t my_column = 2 * lane.t, my_turned = in_warp % 8;
+    keep(my_column);
+    keep(my_turned);
     float v[kRowsPerLane][2];
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      const int m = m0 + 2 * lane.t + c;
-      const float gamma = Epilogue::gamma(p, tile, m);
+      const float gamma = tile.gamma[m0 + my_column + c];
 #pragma unroll
       for (int j = 0; j < kRowsPerLane; ++j) {
         const float sum = acc[j / 2][m0 / 2 + j % 2 * 2 + c] * (1.0f / kSplitUnit<T>);
-        v[j][c] = gamma * fma_rn(epilogue.alpha, sum, epilogue.bias[j]);
+        v[j][c] = gamma * fma_rn(alpha, sum, bias.of[j]);
       }
       if constexpr (std::is_same_v<Out, float>) {
-        const int64_t to = m < tile.rows ? target_row(p, tile.row + m) : -1;
-        if (to < 0) continue;
-        const bool missing = source_row(p, tile.row + m) < 0;
+        const int target = tile.target[m0 + my_column + c];
+        if (target == kDropped) continue;
+        const int64_t to = target < 0 ? kMissing - target : target;
 #pragma unroll
         for (int j = 0; j < kRowsPerLane; ++j) {
           const int64_t at = tile.n + lane.row(j);
           if (at >= p.n) continue;
-          static_cast<float*>(p.out)[to * p.n + at] = missing ? 0.0f : from_float<float>(v[j][c]);
+          static_cast<float*>(p.out)[to * p.n + at] =
+              target < 0 ? 0.0f : from_float<float>(v[j][c]);
         }
       }
     }
@@ -247,53 +288,89 @@ __device__ __forceinline__ void finish(const WgmmaArgs& args, const GroupedTile&
       __syncwarp();  // the eight before are stored
       store_matrices_transposed(mine, words);
       __syncwarp();
-      const int m = m0 + in_warp % 8;
-      const int64_t to = m < tile.rows ? target_row(p, tile.row + m) : -1;
-      if (to < 0 || n >= p.n) continue;
-      store_turned(static_cast<uint16_t*>(p.out) + to * p.n, n, p.n, mine,
-                   source_row(p, tile.row + m) < 0, args.wide);
+      const int target = tile.target[m0 + my_turned];
+      if (target == kDropped || count == 0) continue;
+      const int64_t to = target < 0 ? kMissing - target : target;
+      uint16_t* out = static_cast<uint16_t*>(p.out) + to * p.n + n;
+      if (args.wide) {  // then a lane has all eight or none
+        uint4 results = in_order(load_shared(mine));
+        if (target < 0) results = make_uint4(0, 0, 0, 0);
+        *reinterpret_cast<uint4*>(out) = results;
+      } else {
+        store_narrow(out, mine, count, target < 0);
+      }
     }
   }
 }
 
-// Half a step of a lane's four rows: 16 bytes of codes and two scales each.
-struct Half {
-  uint32_t words[kRowsPerLane][4];
-  uint32_t two[kRowsPerLane];
+// Where a warpgroup is in the ring.
+template <int kTileM>
+struct Ring {
+  uint32_t stages, full, empty;
+  Place<kStages<kTileM>> place;
+
+  __device__ __forceinline__ uint32_t stage() const {
+    return stages + static_cast<uint32_t>(place.stage) * kStageBytes<kTileM>;
+  }
+  __device__ __forceinline__ uint64_t a() const {
+    // All lanes have the same: said in this way, so that it stays in uniform registers.
+    return wgmma_descriptor_of(
+        __shfl_sync(kFullWarp, wgmma_descriptor_low(stage() + kCodeBytes), 0));
+  }
+  __device__ __forceinline__ void wait() const {
+    barrier_wait(full + place.stage * 8, place.parity);
+  }
 };
 
-__device__ __forceinline__ Half load_half(uint32_t codes, uint32_t scales, int vector, int t,
-                                          int blocks_left) {
-  Half half;
+// 16 bytes of codes of each of a lane's rows: half a step.
+struct Codes {
+  uint32_t words[kRowsPerLane][4];
+};
+
+__device__ __forceinline__ void load_codes(Codes& half, uint32_t codes, int q, const Lane& lane) {
+  const uint32_t from =
+      codes + static_cast<uint32_t>((4 * q + lane.t) ^ lane.swizzle) * kVectorBytes;
 #pragma unroll
   for (int j = 0; j < kRowsPerLane; ++j) {
-    const uint4 v = load_shared(codes + j * 32 * kBoxBytes + vector * kVectorBytes);
+    const uint4 v = load_shared(from + j * 32 * kBoxBytes);
     half.words[j][0] = v.x;
     half.words[j][1] = v.y;
     half.words[j][2] = v.z;
     half.words[j][3] = v.w;
   }
-  const uint4 four = load_shared(scales);
-  const uint32_t rows[kRowsPerLane] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-  for (int j = 0; j < kRowsPerLane; ++j) half.two[j] = rows[j] >> (16 * (t & 1));
-  if (blocks_left < kHalfK / kBlockSize) {  // the row's end: padding counts as 0 whatever it is
-    uint32_t mask = 0xFFFFu;
-    if (2 * t >= blocks_left) mask &= 0xFF00u;
-    if (2 * t + 1 >= blocks_left) mask &= 0x00FFu;
-#pragma unroll
-    for (int j = 0; j < kRowsPerLane; ++j) half.two[j] &= mask;
-  }
-  return half;
 }
 
-// Word kWord of half q: while it is decoded, the tensor cores have the one before; when this is
+// A step's four scales of each of a lane's rows, two of either half.
+struct Scales {
+  uint32_t four[kRowsPerLane];
+};
+
+__device__ __forceinline__ void load_scales(Scales& scales, uint32_t from, int t, int blocks_left) {
+  const uint4 first = load_shared(from), second = load_shared(from + 2 * kTileBytes);
+  const uint32_t selector = t & 1 ? 0x7632 : 0x5410;
+  scales.four[0] = permute_bytes(first.x, second.x, selector);
+  scales.four[1] = permute_bytes(first.y, second.y, selector);
+  scales.four[2] = permute_bytes(first.z, second.z, selector);
+  scales.four[3] = permute_bytes(first.w, second.w, selector);
+  if (blocks_left < kStepBlocks) {  // the row's end: padding counts as 0 whatever it is
+    uint32_t mask = 0;
+    for (int i = 0; i < 4; ++i) {
+      const int block = i / 2 * (kHalfK / kBlockSize) + 2 * t + i % 2;
+      if (block < blocks_left) mask |= 0xFFu << (8 * i);
+    }
+#pragma unroll
+    for (int j = 0; j < kRowsPerLane; ++j) scales.four[j] &= mask;
+  }
+}
+
+// Word kWord of a half: while it is decoded, the tensor cores have the one before; when this is
 // over, only this one.
 template <typename T, int kTileM, int kWord, int kCount>
-__device__ __forceinline__ void decode_and_multiply(Half& half,
+__device__ __forceinline__ void decode_and_multiply(Codes& half,
                                                     const uint32_t (&scale)[kRowsPerLane][2],
                                                     uint32_t (&fragment)[kFragments][2][2][4],
-                                                    uint64_t a, int q, float (&acc)[2][kCount]) {
+                                                    uint64_t a, int q, float (&low)[kCount],
+                                                    float (&high)[kCount]) {
   auto& mine = fragment[kWord % kFragments];
 #pragma unroll
   for (int j = 0; j < kRowsPerLane; ++j) {
@@ -305,133 +382,125 @@ __device__ __forceinline__ void decode_and_multiply(Half& half,
     for (int i = 0; i < 4; ++i) mine[j / 2][i / 2][2 * (i % 2) + j % 2] = pairs[i];
   }
   wgmma_fence();
-  a += (2 * q + kWord / 2) * (kTileM * kBoxBytes / 16) + kWord % 2 * 4;
+  a += (2 * q + kWord / 2) * (kTileM * kBoxBytes / kVectorBytes) + kWord % 2 * 4;
 #pragma unroll
   for (int s = 0; s < 2; ++s) {
-    wgmma(acc[0], mine[0][s], a + 2 * s, T{});
-    wgmma(acc[1], mine[1][s], a + 2 * s, T{});
+    wgmma(low, mine[0][s], a + 2 * s, T{});
+    wgmma(high, mine[1][s], a + 2 * s, T{});
   }
   wgmma_commit();
   wgmma_wait<1>();
 }
 
-// Where a warpgroup is in the ring, and where its barriers are.
-template <int kTileM>
-struct Ring {
-  uint32_t stages, full, empty;
-  Place<kStages<kTileM>> place;
+// The first of them.
+template <int kCount>
+using Sums = float[kCount];
+template <int kCount, int kAll>
+__device__ __forceinline__ Sums<kCount>& first_of(Sums<kAll>& all) {
+  return reinterpret_cast<Sums<kCount>&>(all);
+}
 
-  __device__ __forceinline__ uint32_t stage() const {
-    return stages + static_cast<uint32_t>(place.stage) * kStageBytes<kTileM>;
-  }
-  __device__ __forceinline__ void wait() const {
-    barrier_wait(full + place.stage * 8, place.parity);
-  }
-};
-
-// A tile of at most kN rows.
+// The products of a tile of at most kN rows, whose first step is there.
 template <typename T, int kTileM, int kN>
-__device__ __forceinline__ void multiply(const WgmmaArgs& args, const GroupedTile& tile,
-                                         const Lane& lane, uint32_t staged, Ring<kTileM>& ring) {
-  const Epilogue epilogue(args.gemm, tile, lane);
-  constexpr uint32_t kAAt = kCodeBytes, kScalesAt = kAAt + kBoxes * kTileM * kBoxBytes;
-  const uint32_t my_codes = static_cast<uint32_t>(lane.group * kGroupRows + lane.first) * kBoxBytes;
-  const uint32_t my_scales = kScalesAt + static_cast<uint32_t>(lane.group) * kScaleBytes +
-                             static_cast<uint32_t>(lane.t / 2) * kTileBytes + lane.first * 16;
-  const bool signals = lane.thread % kWarpSize == 0;
-  float acc[2][kN / 2];
+__device__ __forceinline__ void multiply_steps(const WgmmaArgs& args, const Lane& lane,
+                                               Ring<kTileM>& ring, float (&acc)[2][kTileM / 2]) {
+  auto& low = first_of<kN / 2>(acc[0]);
+  auto& high = first_of<kN / 2>(acc[1]);
 #pragma unroll
-  for (int i = 0; i < kN / 2; ++i) acc[0][i] = acc[1][i] = 0.0f;
+  for (int i = 0; i < kN / 2; ++i) low[i] = high[i] = 0.0f;
+  const uint32_t my_codes = static_cast<uint32_t>(lane.group * kGroupRows + lane.first) * kBoxBytes;
+  const uint32_t my_scales =
+      kCodeBytes + kBoxes * kTileM * kBoxBytes + static_cast<uint32_t>(lane.group) * kScaleBytes +
+      static_cast<uint32_t>(lane.t / 2) * kTileBytes + lane.first * kVectorBytes;
+  const bool signals = lane.thread % kWarpSize == 0;
   uint32_t fragment[kFragments][2][2][4];  // pair of rows, 16 of k, registers
   int blocks_left = static_cast<int>(args.gemm.k / kBlockSize);
-  const auto load = [&](int q) {
-    const uint32_t stage = ring.stage();
-    return load_half(stage + my_codes, stage + my_scales + q * 2 * kTileBytes,
-                     (4 * q + lane.t) ^ lane.swizzle, lane.t,
-                     blocks_left - q * (kHalfK / kBlockSize));
-  };
-  ring.wait();
-  Half halves[2];
-  halves[0] = load(0);
+  Codes halves[kStepHalves];
+  Scales scales;
+  load_codes(halves[0], ring.stage() + my_codes, 0, lane);
+  load_scales(scales, ring.stage() + my_scales, lane.t, blocks_left);
   int before = 0;
   for (int step = 0; step < args.steps; ++step) {
     const int stage = ring.place.stage;
-    // All lanes have the same: said in this way, so that it stays in uniform registers.
-    const uint64_t a =
-        wgmma_descriptor_of(__shfl_sync(kFullWarp, wgmma_descriptor_low(ring.stage() + kAAt), 0));
+    const Scales now = scales;
+    const uint64_t a = ring.a();
 #pragma unroll
-    for (int q = 0; q < kStepK / kHalfK; ++q) {
-      Half& half = halves[q];
+    for (int q = 0; q < kStepHalves; ++q) {
       uint32_t scale[kRowsPerLane][2];
 #pragma unroll
-      for (int j = 0; j < kRowsPerLane; ++j) scale_pairs(half.two[j], scale[j], T{});
-      decode_and_multiply<T, kTileM, 0>(half, scale, fragment, a, q, acc);
+      for (int j = 0; j < kRowsPerLane; ++j) {
+        scale_pairs(now.four[j] >> (16 * q), scale[j], T{});
+      }
+      decode_and_multiply<T, kTileM, 0>(halves[q], scale, fragment, a, q, low, high);
       if (q == 0 && step > 0 && signals) barrier_arrive(ring.empty + before * 8);
-      decode_and_multiply<T, kTileM, 1>(half, scale, fragment, a, q, acc);
+      decode_and_multiply<T, kTileM, 1>(halves[q], scale, fragment, a, q, low, high);
       // What comes next is on its way while the rest is worked on; sooner, it would take registers.
       if (q == 0) {
-        halves[1] = load(1);
+        load_codes(halves[1], ring.stage() + my_codes, 1, lane);
       } else {
         ring.place.next();
-        blocks_left -= kStepBlocks;
         if (step + 1 < args.steps) {
+          blocks_left -= kStepBlocks;
           ring.wait();
-          halves[0] = load(0);
+          load_codes(halves[0], ring.stage() + my_codes, 0, lane);
+          load_scales(scales, ring.stage() + my_scales, lane.t, blocks_left);
         }
       }
-      decode_and_multiply<T, kTileM, 2>(half, scale, fragment, a, q, acc);
-      decode_and_multiply<T, kTileM, 3>(half, scale, fragment, a, q, acc);
+      decode_and_multiply<T, kTileM, 2>(halves[q], scale, fragment, a, q, low, high);
+      decode_and_multiply<T, kTileM, 3>(halves[q], scale, fragment, a, q, low, high);
     }
     before = stage;
   }
   wgmma_wait<0>();
-  pin_registers(acc[0]);
-  pin_registers(acc[1]);
+  pin_registers(low);
+  pin_registers(high);
   if (signals) barrier_arrive(ring.empty + before * 8);
-  switch (args.gemm.out_type) {
-    case DType::kFloat32:
-      return finish<T, float, kN>(args, tile, lane, epilogue, staged, acc);
-    case DType::kBFloat16:
-      return finish<T, __nv_bfloat16, kN>(args, tile, lane, epilogue, staged, acc);
-    case DType::kFloat16:
-      return finish<T, __half, kN>(args, tile, lane, epilogue, staged, acc);
-  }
 }
 
-// For the fewest rows that will do.
+// By the fewest rows that will do.
 template <typename T, int kTileM, int kN = kTileM>
-__device__ __forceinline__ void multiply_tile(const WgmmaArgs& args, const GroupedTile& tile,
-                                              const Lane& lane, uint32_t staged,
-                                              Ring<kTileM>& ring) {
+__device__ __forceinline__ void multiply(const WgmmaArgs& args, int rows, const Lane& lane,
+                                         Ring<kTileM>& ring, float (&acc)[2][kTileM / 2]) {
   if constexpr (kN > kRowUnit<kTileM>) {
     constexpr int kFewer = kN - kRowUnit<kTileM>;
-    if (tile.rows <= kFewer) {
-      return multiply_tile<T, kTileM, kFewer>(args, tile, lane, staged, ring);
-    }
+    if (rows <= kFewer) return multiply<T, kTileM, kFewer>(args, rows, lane, ring, acc);
   }
-  multiply<T, kTileM, kN>(args, tile, lane, staged, ring);
+  multiply_steps<T, kTileM, kN>(args, lane, ring, acc);
 }
 
 template <typename T, int kTileM>
-__device__ __forceinline__ void multiply_tiles(const WgmmaArgs& args, Memory* memory,
+__device__ __forceinline__ void multiply_tiles(const WgmmaArgs& args, const Memory<kTileM>* memory,
                                                uint32_t stages, uint32_t staged,
                                                const RowWindow& window, int thread) {
   const GroupedGemmParams& p = args.gemm;
-  constexpr int kAll = kMultipliers * kGroupThreads;
-  Schedule<kAll, kTileM, kTileN, NamedBarrier<kAllMultipliers, kAll>> schedule(
-      p, &memory->multiplier, thread, window);
   const Lane lane(thread);
   staged += static_cast<uint32_t>(thread) / kWarpSize * kTurnBytes;
   Ring<kTileM> ring{stages, shared_address(memory->full), shared_address(memory->empty), {}};
-  bool apart = lane.group == 0 || args.steps < 2;
-  GroupedTile tile;
-  for (int64_t item = blockIdx.x; schedule.find(item, tile); item += gridDim.x) {
-    if (!apart) barrier_wait(ring.full + 8, 0);
-    apart = true;
-    multiply_tile<T, kTileM>(args, tile, lane, staged, ring);
-  }
-  if (!p.scatter) {
-    zero_rows(p, schedule.rows_end(), window.end, kAll, thread, args.wide);
+  Place<Memory<kTileM>::kTiles> described;
+  for (;; described.next()) {
+    ring.wait();
+    const Tile<kTileM>& tile = memory->tiles[described.stage];
+    const int rows = tile.rows;
+    if (rows == 0) {
+      if (!p.scatter) {
+        zero_rows(p, tile.row, window.end, kMultipliers * kGroupThreads, thread, args.wide);
+      }
+      return;
+    }
+    const Bias bias(p, tile.group, tile.n, lane);
+    float acc[2][kTileM / 2];
+    multiply<T, kTileM>(args, rows, lane, ring, acc);
+    switch (p.out_type) {
+      case DType::kFloat32:
+        finish<T, float>(args, tile, lane, bias, staged, acc);
+        break;
+      case DType::kBFloat16:
+        finish<T, __nv_bfloat16>(args, tile, lane, bias, staged, acc);
+        break;
+      case DType::kFloat16:
+        finish<T, __half>(args, tile, lane, bias, staged, acc);
+        break;
+    }
   }
 }
 
@@ -442,13 +511,14 @@ __global__ void __launch_bounds__(kThreads, 1)
     uint8_t* const shared = dynamic_shared();
     const uint32_t ring = (shared_address(shared) + 1023u) & ~1023u;
     const uint32_t staged = ring + kStages<kTileM> * kStageBytes<kTileM>;
-    auto* const memory =
-        reinterpret_cast<Memory*>(shared + (staged - shared_address(shared)) + kStagedBytes);
+    auto* const memory = reinterpret_cast<Memory<kTileM>*>(
+        shared + (staged - shared_address(shared)) + kStagedBytes);
     const int thread = static_cast<int>(threadIdx.x);
     if (thread == 0) {
+      constexpr int kReaders = kMultipliers * kGroupThreads / kWarpSize;
       for (int i = 0; i < kStages<kTileM>; ++i) {
         barrier_init(shared_address(&memory->full[i]), 1);
-        barrier_init(shared_address(&memory->empty[i]), kMultipliers * kGroupThreads / kWarpSize);
+        barrier_init(shared_address(&memory->empty[i]), kReaders);
       }
       fence_barrier_init();
     }
@@ -484,7 +554,7 @@ void run(const GroupedGemmParams& p, const GroupedPart& part, const void* a, DTy
   args.scale_stack = ceil_div(p.n, kTileRows) * args.tiles_per_row * kTileBytes;
   args.wide = wide_stores(p);
   constexpr size_t kBytes =
-      1024 + kStages<kTileM> * kStageBytes<kTileM> + kStagedBytes + sizeof(Memory);
+      1024 + kStages<kTileM> * kStageBytes<kTileM> + kStagedBytes + sizeof(Memory<kTileM>);
   static_assert(kBytes <= 227 * 1024);
   const Kernel kernel = type == DType::kFloat16 ? grouped_wgmma_kernel<__half, kTileM>
                                                 : grouped_wgmma_kernel<__nv_bfloat16, kTileM>;

@@ -63,6 +63,7 @@ inline unsigned load_acquire(const unsigned* p) {
 }
 
 inline void pin_register(uint32_t&) {}
+inline void keep(uint32_t&) {}
 
 inline void store_matrices_transposed(uint32_t address, const uint32_t (&words)[4]) {
   const auto* all = emulator::exchange({{address, words[0], words[1], words[2], words[3]}});
