@@ -176,7 +176,20 @@ void gemm_mid_m(const SmallMParams& p, void* workspace, Stream stream);
 struct Device {
   int index, cc_major, cc_minor, sm_count;
 };
-Device current_device();     // cached per device
+Device current_device();  // cached per device
+
+// While this lives, `index` is the current device of the thread, and nobody asks CUDA again.
+class KnownDevice {
+ public:
+  explicit KnownDevice(int index);
+  ~KnownDevice();
+  KnownDevice(const KnownDevice&) = delete;
+  KnownDevice& operator=(const KnownDevice&) = delete;
+
+ private:
+  int before_;
+};
+
 const float* device_zero();  // one float 0.0 in the current device's memory (cuBLASLt's beta)
 }  // namespace cuda
 
