@@ -170,29 +170,26 @@ std::string run_decoded(const GemmParams& p, const GemmRequest& request, const R
                             route.separate_epilogue ? route.m_chunk * route.n_chunk * 4 : 0};
   void *const b_decoded = workspace.part(0), *const a_decoded = workspace.part(1);
   auto* const accumulators = static_cast<float*>(workspace.part(2));
-  // Rows [begin, begin + rows) of an operand, dense.
-  const auto dense_rows = [&](const Operand& operand, int64_t begin, int64_t rows,
-                              void* space) -> const void* {
-    if (operand.scale == nullptr) {
-      return offset(operand.data, begin * operand.row_stride, operand.type);
-    }
-    DequantizeParams d;
-    d.data = static_cast<const uint8_t*>(operand.data);
-    d.block_scale = operand.scale;
-    d.row_begin = begin;
-    d.rows = rows;
-    d.k = p.k;
-    d.out = space;
-    d.out_type = decoded;
-    dequantize(d, stream);
-    return space;
+  // Rows of an operand from `begin` on, where they are dense already.
+  const auto dense_rows = [](const Operand& operand, int64_t begin) {
+    return offset(operand.data, begin * operand.row_stride, operand.type);
+  };
+  const auto packed_rows = [](const Operand& operand, int64_t begin, int64_t rows, void* space) {
+    return DequantizePairParams::Side{static_cast<const uint8_t*>(operand.data), operand.scale,
+                                      begin, rows, space};
   };
   for (int64_t n0 = 0; n0 < p.n; n0 += route.n_chunk) {
     const int64_t cols = std::min(route.n_chunk, p.n - n0);
-    const void* b = dense_rows(p.b, n0, cols, b_decoded);
+    const void* b = request.dense_b ? dense_rows(p.b, n0) : b_decoded;
     for (int64_t m0 = 0; m0 < p.m; m0 += route.m_chunk) {
       const int64_t rows = std::min(route.m_chunk, p.m - m0);
-      const void* a = dense_rows(p.a, m0, rows, a_decoded);
+      const void* a = request.dense_a ? dense_rows(p.a, m0) : a_decoded;
+      DequantizePairParams d;
+      d.k = p.k;
+      d.out_type = decoded;
+      if (!request.dense_a) d.a = packed_rows(p.a, m0, rows, a_decoded);
+      if (!request.dense_b && m0 == 0) d.b = packed_rows(p.b, n0, cols, b_decoded);
+      dequantize_pair(d, stream);
       void* out = offset(p.out, m0 * p.n + n0, p.out_type);
       const void* bias = offset(p.bias, n0, p.bias_type);
       Problem problem = chunk_problem(request, route, rows, cols);
