@@ -15,7 +15,7 @@ import torch
 from helpers import cuda_missing
 from torch import nn
 
-from nvfp4_linear import algorithms, cli, demo, machine, reference
+from nvfp4_linear import algorithms, cli, demo, embeddings, machine, reference
 from nvfp4_linear.console import CommandError, Console, table
 
 STUDY = (37810, 5376, 14336)
@@ -603,11 +603,11 @@ def test_demo_without_its_package(capsys, monkeypatch):
 def test_embeddings_compared():
     torch.manual_seed(0)
     dense = nn.functional.normalize(torch.randn(32, 24), dim=1)
-    same = demo.compare_embeddings(dense, dense.clone())
+    same = embeddings.compare_embeddings(dense, dense.clone())
     assert same["cosine_min"] == pytest.approx(1.0)
     assert same["first_neighbour_kept"] == 32
     assert same["rank_correlation_min"] == same["rank_correlation_mean"] == 1.0
-    other = demo.compare_embeddings(dense, dense.flip(0))
+    other = embeddings.compare_embeddings(dense, dense.flip(0))
     assert other["cosine_mean"] < 0.5 and other["first_neighbour_kept"] < 16
     assert abs(other["rank_correlation_mean"]) < 0.5
 
@@ -615,11 +615,11 @@ def test_embeddings_compared():
 def test_spearman_of_a_reversed_order():
     a = torch.tensor([[3.0, 2.0, 1.0, -torch.inf]])
     b = torch.tensor([[1.0, 2.0, 3.0, -torch.inf]])
-    assert demo._spearman(a, b).item() == -1.0
+    assert embeddings.spearman(a, b).item() == -1.0
 
 
 def test_topics_are_all_of_one_size():
-    assert {len(group) for group in demo.SENTENCES.values()} == {demo.TOPIC_SIZE}
+    assert {len(group) for group in embeddings.SENTENCES.values()} == {embeddings.TOPIC_SIZE}
 
 
 @pytest.mark.slow
