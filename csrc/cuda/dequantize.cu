@@ -6,6 +6,7 @@
 // NaN results have the canonical bytes of nvfp4.h.
 #include "common.cuh"
 #include "decode.cuh"
+#include "hopper.cuh"
 
 namespace nvfp4::cuda {
 namespace {
@@ -94,6 +95,7 @@ __device__ __forceinline__ void dequantize8(uint32_t word, uint32_t code, float 
 
 template <typename T, bool kAligned, bool kUnitScale, bool kPair>
 __global__ void __launch_bounds__(kThreads) dequantize_kernel(const DequantizeArgs a) {
+  wait_for_kernel_ahead();
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const float g = kUnitScale ? 1.0f : load_scalar(a.global_scale);
   const bool g_finite = is_finite(g);
@@ -105,7 +107,10 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(const DequantizeAr
     const int64_t segment = step - local_row * a.steps_per_row;
     const bool other = kPair && local_row >= a.side.rows;
     if (other) local_row -= a.side.rows;
-    const DequantizeSide& side = other ? a.other : a.side;
+    // Field by field: a choice of structures would go through memory.
+    const DequantizeSide side = {
+        other ? a.other.data : a.side.data, other ? a.other.block_scale : a.side.block_scale,
+        other ? a.other.row_begin : a.side.row_begin, 0, other ? a.other.out : a.side.out};
     const int64_t row = side.row_begin + local_row;
     const int64_t element = segment * kStepElements + lane * kLaneElements;
     const int64_t column = element / kBlockSize;
@@ -147,8 +152,9 @@ using DequantizeKernel = void (*)(const DequantizeArgs);
 void launch_dequantize(const DequantizeArgs& a, DequantizeKernel kernel, Stream stream) {
   const int64_t needed = ceil_div((a.side.rows + a.other.rows) * a.steps_per_row, kWarps);
   if (needed == 0) return;
-  launch("dequantize", kernel, dim3(static_cast<unsigned>(std::min<int64_t>(needed, kMaxGrid))),
-         kThreads, stream, a);
+  launch_behind("dequantize", kernel,
+                dim3(static_cast<unsigned>(std::min<int64_t>(needed, kMaxGrid))), kThreads, stream,
+                a);
 }
 
 template <typename T, bool kPair>
@@ -239,6 +245,7 @@ constexpr int kEpilogueColumns = 4;  // a thread's
 
 template <typename T, bool kAligned>
 __global__ void __launch_bounds__(kThreads) epilogue_kernel(const EpilogueParams p) {
+  wait_for_kernel_ahead();
   const int64_t column = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * kEpilogueColumns;
   if (column >= p.n) return;
   const float alpha = load_scalar(p.alpha);
@@ -276,8 +283,8 @@ void launch_epilogue(const EpilogueParams& p, Stream stream) {
                        is_aligned(p.out, 4 * sizeof(T)) && p.out_row_stride % kEpilogueColumns == 0;
   const dim3 grid(static_cast<unsigned>(ceil_div(p.n, kThreads * kEpilogueColumns)),
                   static_cast<unsigned>(std::min<int64_t>(p.rows, 4096)));
-  launch("epilogue", aligned ? epilogue_kernel<T, true> : epilogue_kernel<T, false>, grid, kThreads,
-         stream, p);
+  launch_behind("epilogue", aligned ? epilogue_kernel<T, true> : epilogue_kernel<T, false>, grid,
+                kThreads, stream, p);
 }
 
 }  // namespace
