@@ -344,6 +344,30 @@ def test_a_forced_rung_that_has_no_way_says_why():
         assert "needs compute capability >= 8.0, found 7.5" in emulated[1]["refusals"][2]["reason"]
 
 
+def test_the_forced_rung_is_what_the_environment_says_now(monkeypatch):
+    def forced() -> str:
+        return json.loads(torch.ops.nvfp4._control("backend"))["forced"]
+
+    assert forced() == ""
+    monkeypatch.setenv("NVFP4_BACKEND_OF_ANOTHER", "cpu")
+    assert forced() == ""
+    for rung in ("cpu", "emulated", "cpu"):
+        monkeypatch.setenv("NVFP4_BACKEND", rung)
+        assert forced() == rung
+        monkeypatch.setenv("NVFP4_SOMETHING", rung)
+        assert forced() == rung
+    monkeypatch.delenv("NVFP4_BACKEND_OF_ANOTHER")
+    assert forced() == "cpu"
+    monkeypatch.delenv("NVFP4_BACKEND")
+    assert forced() == ""
+    # As many variables as a moment ago, and another one of them.
+    monkeypatch.delenv("NVFP4_SOMETHING")
+    monkeypatch.setenv("NVFP4_BACKEND", "emulated")
+    assert forced() == "emulated"
+    monkeypatch.setenv("NVFP4_BACKEND", "")
+    assert forced() == ""
+
+
 def test_a_call_on_the_cpu_with_a_forced_rung_is_refused_by_name_or_runs(monkeypatch):
     data, scale = torch.ops.nvfp4.quantize(torch.ones(4, 32))
     plain = torch.ops.nvfp4.gemm(data, data, scale, scale)
