@@ -45,8 +45,8 @@ struct DequantizeParams {
   DType out_type = DType::kFloat32;
 };
 
-// Rows of two operands of one k, decoded in one launch; either may have none. Scales are swizzled,
-// out is BF16 or FP16.
+// Rows of two operands of one k, decoded in one launch if few; either may have none. Scales are
+// swizzled, out is BF16 or FP16.
 struct DequantizePairParams {
   struct Side {
     const uint8_t* data = nullptr;
