@@ -226,8 +226,10 @@ Route make_route(const GemmRequest& r, std::string_view forced) {
 
 std::atomic<uint64_t> forgotten{0};  // how often routes were
 
-static_assert(sizeof(kPinnedRung) != sizeof(kHeuristicRung));
-static_assert(sizeof(kEmulatedRung) != sizeof(kCpuRung));
+// A rung is known by its name's length.
+static_assert(sizeof(kCpuRung) < sizeof(kEmulatedRung));
+static_assert(sizeof(kEmulatedRung) < sizeof(kPinnedRung));
+static_assert(sizeof(kPinnedRung) < sizeof(kHeuristicRung));
 
 constexpr size_t kRoutes = 256;
 using RouteKey = std::array<int64_t, 9>;
@@ -240,7 +242,6 @@ RouteKey key_of(const GemmRequest& r, std::string_view forced, uint64_t generati
         int64_t{r.dense_b}, int64_t{r.alpha_on_device}}) {
     options = options * 4 + option;
   }
-  // The rung by its name's length: no two have one length.
   options = options * 64 + static_cast<int64_t>(forced.size());
   const int64_t device =
       ((r.device.index * int64_t{256} + r.device.cc_major) * 256 + r.device.cc_minor) * 65536 +
