@@ -4,7 +4,9 @@ Outputs are compared with the CPU's, so that a run which the sanitizer finds cle
 Run it with PYTORCH_NO_CUDA_MEMORY_CACHING=1: each tensor is then an allocation of its own, and a
 step past its end is seen. `--only` takes some of the parts: a sanitizer that stops in one says
 nothing of the others. The part `decoded` goes through cuBLASLt (decode, product, epilogue), whose
-own kernels a sanitizer checks too: exclude them by name.
+own kernels memcheck can leave out by name; racecheck stops in them, and initcheck takes what they
+write for never written. With NVFP4_CUBLASLT_LIBRARY at the double that
+tests.fake_cublaslt.build_for_gpu makes, all three see our kernels on both sides of a plain product.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import torch
 from torch import Tensor
 
 from bench.check import Operand, WrongOutput, agreement, ops, require_same_bytes
+from nvfp4_linear import explain
+from nvfp4_linear.algorithms import library
 from nvfp4_linear.grouped import grouped_gemm
 
 SIZES = ((1, 16), (5, 48), (33, 80), (129, 528))  # rows, k
@@ -31,7 +35,7 @@ GEMM_SIZES = (  # m, n, k; those with k in 32s are a kernel of their own on Hopp
     (32, 72, 2080),
 )
 MID_SIZES = ((33, 24, 64), (64, 136, 544), (130, 72, 544), (257, 136, 544))
-DECODED_SIZES = ((33, 24, 48), (600, 72, 528))
+DECODED_SIZES = ((33, 24, 48), (97, 53, 80), (600, 72, 528))
 GROUPED_SIZES = (((5, 0, 33), 136, 96), ((70, 1, 290), 264, 544))  # rows of each group, n, k
 HOSTILE_ROWS = 100  # of problems that are small enough to try all that is hostile
 SLICED_SIZES = ((37, 136, 96), (130, 72, 544))  # m, n, k
@@ -123,10 +127,32 @@ def device_gemm(
     device: str,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    alpha: Tensor | None = None,
 ) -> Tensor:
     tensors = (t.to(device) for t in (a.data, b.data, a.scale, b.scale))
-    alpha = torch.ones((), device=device)
+    alpha = torch.ones((), device=device) if alpha is None else alpha
     return ops.gemm(*tensors, alpha, bias, out_dtype)
+
+
+def through_cublaslt(device: str) -> Iterator[str]:
+    """The gemms that are decoded for cuBLASLt; also a dense B, and alpha on either side."""
+    for m, n, k in DECODED_SIZES:
+        if device == "cuda" and explain(m, n, k).kernel != "decode + cublasLtMatmul":
+            raise WrongOutput(f"gemm {m}x{n}x{k} does not run on cuBLASLt: {library()}")
+    yield from gemms(device, DECODED_SIZES)
+    for m, n, k in DECODED_SIZES:
+        a = Operand(*ops.quantize(torch.randn(m, k), None))
+        b = Operand(*ops.quantize(torch.randn(n, k), None))
+        dense = b.decode()
+        y = ops.gemm_a4w16(a.data.to(device), dense.to(device), a.scale.to(device))
+        agreement(y.cpu().T, dense, a)
+        yield f"gemm_a4w16 {m}x{n}x{k}"
+        for alpha in (torch.tensor(-2.0), torch.full((), -2.0, device=device)):
+            # A bias of another type than the output's is our epilogue's.
+            for bias in (None, torch.zeros(n, dtype=torch.float16, device=device)):
+                y = device_gemm(a, b, device, bias, torch.bfloat16, alpha)
+                agreement(y.cpu(), a, b, -2.0)
+                yield f"gemm {m}x{n}x{k}, alpha on {alpha.device}, bias {bias is not None}"
 
 
 def random_codes(rng: torch.Generator, *shape: int) -> Tensor:
@@ -253,7 +279,7 @@ PARTS = {
     "producers": producers,
     "gemm": lambda device: gemms(device, GEMM_SIZES),
     "mid": lambda device: gemms(device, MID_SIZES),
-    "decoded": lambda device: gemms(device, DECODED_SIZES),
+    "decoded": through_cublaslt,
     "grouped": grouped,
 }
 

@@ -106,7 +106,7 @@ void set_fault(const std::string& name) {
 }
 
 std::string explain(const GemmRequest& r) {
-  const Route route = find_route(r);
+  const Route route = make_route(r);
   std::string list;
   for (const auto& refusal : refusals(r, route)) {
     list += concat(list.empty() ? "" : ", ", "{\"rung\": ", quoted(refusal.rung),
@@ -179,12 +179,14 @@ std::string control(std::string request) {
   if (command == "queries") return concat("{\"heuristic\": ", planner.heuristic_queries(), "}");
   if (command == "fault") {
     set_fault(rest);
+    forget_routes();
     return "{\"ok\": true}";
   }
   if (command == "tile") {
     const Arguments tile = parse(rest);
     const auto part = [&](const char* key) { return static_cast<int16_t>(integer(tile, key, 0)); };
     explicit_tile = ExplicitTile{part("strips"), part("k_warps"), part("cluster"), part("stages")};
+    forget_routes();
     return "{\"ok\": true}";
   }
   NVFP4_CHECK(false, "control: unknown command '", command, "'");

@@ -28,7 +28,7 @@ Side check_side(const Tensor& data, const OptTensor& scale, const char* name,
   side.operand.data = side.data.data;
   side.operand.swizzled = swizzled;
   if (!scale) {
-    NVFP4_CHECK_TYPE(float_type(data.scalar_type()).has_value(), scale_name,
+    NVFP4_CHECK_TYPE(float_type(data).has_value(), scale_name,
                      " must be given for packed data: ", name, " is ",
                      dtype_text(data.scalar_type()));
     side.operand.type = check_activation(data, name, kBlockSize, /*allow_float32=*/false);
@@ -39,7 +39,7 @@ Side check_side(const Tensor& data, const OptTensor& scale, const char* name,
   const int64_t cols = side.k / kBlockSize, groups = dims == 3 ? data.size(0) : 1;
   const int64_t scale_rows = swizzled ? round_up(side.rows, kTileRows) : side.rows;
   const int64_t scale_cols = swizzled ? round_up(cols, kTileCols) : cols;
-  NVFP4_CHECK_TYPE(has_type(*scale, ScalarType::Float8_e4m3fn), scale_name,
+  NVFP4_CHECK_TYPE(scale->has_type(ScalarType::Float8_e4m3fn), scale_name,
                    ".dtype must be float8_e4m3fn, got ", dtype_text(scale->scalar_type()));
   const bool shape = scale->dim() == dims && scale->size(dims - 2) == scale_rows &&
                      last_dim(*scale) == scale_cols && (dims == 2 || scale->size(0) == groups);
@@ -53,17 +53,21 @@ Side check_side(const Tensor& data, const OptTensor& scale, const char* name,
   return side;
 }
 
-// An optional vector of `count` elements on the device of `like`.
+// A vector of `count` elements, of any number where that is negative, on the device of `like`.
+Contiguous check_vector(const Tensor& tensor, const char* name, ScalarType type, int64_t count,
+                        const Tensor& like) {
+  NVFP4_CHECK_TYPE(tensor.has_type(type), name, ".dtype must be ", dtype_text(type), ", got ",
+                   dtype_text(tensor.scalar_type()));
+  NVFP4_CHECK(tensor.dim() == 1 && (count < 0 || tensor.size(0) == count), name,
+              " must have shape (", count < 0 ? std::string("rows") : std::to_string(count),
+              ",), got ", shape_text(tensor));
+  check_same_device(tensor, name, like, "a");
+  return as_contiguous(tensor);
+}
+
 Contiguous check_vector(const OptTensor& tensor, const char* name, ScalarType type, int64_t count,
                         const Tensor& like) {
-  if (!tensor) return {};
-  NVFP4_CHECK_TYPE(has_type(*tensor, type), name, ".dtype must be ", dtype_text(type), ", got ",
-                   dtype_text(tensor->scalar_type()));
-  NVFP4_CHECK(tensor->dim() == 1 && (count < 0 || tensor->size(0) == count), name,
-              " must have shape (", count < 0 ? std::string("rows") : std::to_string(count),
-              ",), got ", shape_text(*tensor));
-  check_same_device(*tensor, name, like, "a");
-  return as_contiguous(*tensor);
+  return tensor ? check_vector(*tensor, name, type, count, like) : Contiguous{};
 }
 
 }  // namespace
@@ -114,7 +118,7 @@ Tensor grouped_gemm(const Tensor& a, const Tensor& b, const OptTensor& a_scale,
   }
   Contiguous bias_elements;
   if (bias) {
-    const auto type = float_type(bias->scalar_type());
+    const auto type = float_type(*bias);
     NVFP4_CHECK_TYPE(type, "bias.dtype must be float32, bfloat16 or float16, got ",
                      dtype_text(bias->scalar_type()));
     NVFP4_CHECK(bias->dim() == 2 && bias->size(0) == p.groups && bias->size(1) == p.n,
@@ -126,15 +130,14 @@ Tensor grouped_gemm(const Tensor& a, const Tensor& b, const OptTensor& a_scale,
     p.bias_type = *type;
   }
   p.out_type = check_out_dtype(out_dtype, DType::kBFloat16);
-  Tensor out = allocate(
-      p.ragged_k ? std::vector<int64_t>{p.groups, p.m, p.n} : std::vector<int64_t>{p.m, p.n},
-      scalar_type(p.out_type), a);
+  Tensor out = allocate(p.ragged_k ? Sizes{p.groups, p.m, p.n} : Sizes{p.m, p.n},
+                        scalar_type(p.out_type), a);
   p.out = out.mutable_data_ptr();
   if (out.numel() == 0) return out;
   const CudaScope scope(a);
 #if defined(NVFP4_WITH_CUDA)
   if (a.is_cuda()) {
-    cuda::grouped_gemm(p, a, scope.stream());
+    cuda::grouped_gemm(p, scope.stream());
     return out;
   }
 #endif

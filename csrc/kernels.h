@@ -45,6 +45,20 @@ struct DequantizeParams {
   DType out_type = DType::kFloat32;
 };
 
+// Rows of two operands of one k, decoded in one launch if few; either may have none. Scales are
+// swizzled, out is BF16 or FP16.
+struct DequantizePairParams {
+  struct Side {
+    const uint8_t* data = nullptr;
+    const uint8_t* block_scale = nullptr;
+    int64_t row_begin = 0, rows = 0;
+    void* out = nullptr;
+  };
+  Side a, b;
+  int64_t k = 0;
+  DType out_type = DType::kBFloat16;
+};
+
 struct SwizzleParams {
   const uint8_t* in = nullptr;
   uint8_t* out = nullptr;  // swizzle: every padding byte is written 0x00
@@ -152,6 +166,7 @@ using Stream = void*;  // cudaStream_t
 void quantize(const QuantizeParams& p, Stream stream);
 void swiglu_quantize(const QuantizeParams& p, Stream stream);
 void dequantize(const DequantizeParams& p, Stream stream);
+void dequantize_pair(const DequantizePairParams& p, Stream stream);
 void swizzle_scales(const SwizzleParams& p, Stream stream);
 void unswizzle_scales(const SwizzleParams& p, Stream stream);
 // `scratch`: global_scale_scratch_bytes() bytes, contents arbitrary.
@@ -176,7 +191,20 @@ void gemm_mid_m(const SmallMParams& p, void* workspace, Stream stream);
 struct Device {
   int index, cc_major, cc_minor, sm_count;
 };
-Device current_device();     // cached per device
+Device current_device();  // cached per device
+
+// While this lives, `index` is the current device of the thread, and nobody asks CUDA again.
+class KnownDevice {
+ public:
+  explicit KnownDevice(int index);
+  ~KnownDevice();
+  KnownDevice(const KnownDevice&) = delete;
+  KnownDevice& operator=(const KnownDevice&) = delete;
+
+ private:
+  int before_;
+};
+
 const float* device_zero();  // one float 0.0 in the current device's memory (cuBLASLt's beta)
 }  // namespace cuda
 

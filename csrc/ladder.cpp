@@ -1,6 +1,8 @@
 #include "ladder.h"
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <mutex>
@@ -9,6 +11,7 @@
 #include "check.h"
 #include "cuda/mid_m_plan.h"
 #include "cuda/small_m_hopper_plan.h"
+#include "environment.h"
 #include "faults_for_tests.h"
 #include "nvfp4.h"
 #include "recent.h"
@@ -172,7 +175,8 @@ void find_emulated(const GemmRequest& r, Route* route) {
 }  // namespace
 
 std::string_view forced_rung() {
-  const char* text = std::getenv("NVFP4_BACKEND");
+  static thread_local EnvironmentVariable variable("NVFP4_BACKEND");
+  const char* text = variable.text();
   if (text == nullptr || *text == '\0') return {};
   for (const char* rung : {kPinnedRung, kHeuristicRung, kEmulatedRung, kCpuRung}) {
     if (std::string_view(text) == rung) return rung;
@@ -190,9 +194,10 @@ Problem chunk_problem(const GemmRequest& r, const Route& route, int64_t rows, in
   return p;
 }
 
-Route find_route(const GemmRequest& r) {
+namespace {
+
+Route make_route(const GemmRequest& r, std::string_view forced) {
   Route route;
-  const std::string_view forced = forced_rung();
   const bool packed = !r.dense_a && !r.dense_b;
   if (packed && forced != kEmulatedRung && forced != kCpuRung) {
     // A bias that cuBLASLt can't add leaves alpha, bias and rounding to us, in chunks of rows.
@@ -218,6 +223,54 @@ Route find_route(const GemmRequest& r) {
   if (forced.empty() || forced == kEmulatedRung) find_emulated(r, &route);
   return route;
 }
+
+std::atomic<uint64_t> forgotten{0};  // how often routes were
+
+// A rung is known by its name's length.
+static_assert(sizeof(kCpuRung) < sizeof(kEmulatedRung));
+static_assert(sizeof(kEmulatedRung) < sizeof(kPinnedRung));
+static_assert(sizeof(kPinnedRung) < sizeof(kHeuristicRung));
+
+constexpr size_t kRoutes = 256;
+using RouteKey = std::array<int64_t, 9>;
+
+// All that a route depends on, with how often its plans have changed.
+RouteKey key_of(const GemmRequest& r, std::string_view forced, uint64_t generation) {
+  int64_t options = r.bias_type ? 1 + static_cast<int64_t>(*r.bias_type) : 0;
+  for (const int64_t option :
+       {static_cast<int64_t>(r.out_type), static_cast<int64_t>(r.dense_type), int64_t{r.dense_a},
+        int64_t{r.dense_b}, int64_t{r.alpha_on_device}}) {
+    options = options * 4 + option;
+  }
+  options = options * 64 + static_cast<int64_t>(forced.size());
+  const int64_t device =
+      ((r.device.index * int64_t{256} + r.device.cc_major) * 256 + r.device.cc_minor) * 65536 +
+      r.device.sm_count;
+  return {r.m,
+          r.n,
+          r.k,
+          options,
+          r.a_row_stride,
+          r.b_row_stride,
+          r.alignment,
+          device,
+          static_cast<int64_t>(generation)};
+}
+
+}  // namespace
+
+Route make_route(const GemmRequest& r) { return make_route(r, forced_rung()); }
+
+const Route& find_route(const GemmRequest& r) {
+  static thread_local Recent<std::tuple_size_v<RouteKey>, Route, kRoutes> routes;
+  const std::string_view forced = forced_rung();
+  // Read before the plans are: what changes meanwhile makes the next call look again.
+  const uint64_t generation =
+      forgotten.load(std::memory_order_acquire) + cublaslt::planner().generation();
+  return routes.find(key_of(r, forced, generation), [&] { return make_route(r, forced); });
+}
+
+void forget_routes() { forgotten.fetch_add(1, std::memory_order_release); }
 
 int64_t workspace_bytes(const GemmRequest& r, const Route& route) {
   if (route.rung == nullptr) return 0;

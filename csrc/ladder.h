@@ -5,9 +5,8 @@
 //   3 emulated            exact decode, then BF16 or FP16 tensor cores: any GPU from cc 8.0 on
 //   4 a named error that lists every rung's reason
 //
-// `find_route` decides; cuda/gemm.cpp does what it says and `explain` (control.h) tells it, so
-// what is explained is what runs. A route holds shared plans and no text: it costs a warm call two
-// look-ups.
+// `make_route` decides; cuda/gemm.cpp does what it says and `explain` (control.h) tells it, so
+// what is explained is what runs.
 #pragma once
 
 #include <memory>
@@ -43,8 +42,7 @@ inline constexpr bool kHasHopperKernels = true;
 inline constexpr bool kHasHopperKernels = false;
 #endif
 
-// The rung that NVFP4_BACKEND forces now; empty where it forces none. A look through a hundred
-// variables takes the host 0.3 us: once a gemm.
+// The rung that NVFP4_BACKEND forces now; empty where it forces none.
 std::string_view forced_rung();
 
 struct GemmRequest {
@@ -83,7 +81,12 @@ struct Route {
   bool separate_epilogue = false;
 };
 
-Route find_route(const GemmRequest& request);
+Route make_route(const GemmRequest& request);
+
+// The same, remembered by thread: one look-up for a warm call. Valid until the thread's next call.
+const Route& find_route(const GemmRequest& request);
+// What else a route depends on has changed: explicit tiles and faults. Planners say so themselves.
+void forget_routes();
 
 // The BF16 or FP16 problem of one chunk of the emulated rung: rows x cols of D.
 cublaslt::Problem chunk_problem(const GemmRequest& request, const Route& route, int64_t rows,

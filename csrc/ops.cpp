@@ -50,14 +50,14 @@ struct Producer {
 
 // `sizes`: of data, K / 2 the last.
 Producer make_producer(const Tensor& x, const Rows& rows, DType type, const OptTensor& global_scale,
-                       bool swizzled, int64_t padded_rows, std::vector<int64_t> sizes) {
-  const int64_t k = sizes.back() * 2, cols = k / kBlockSize;
+                       bool swizzled, int64_t padded_rows, Sizes sizes) {
+  const int64_t k = sizes.last() * 2, cols = k / kBlockSize;
   Tensor data = allocate(sizes, ScalarType::Byte, x);
-  sizes.back() = cols;
-  Producer out{
-      {},
-      std::move(data),
-      allocate(swizzled ? swizzled_sizes(padded_rows, cols) : sizes, ScalarType::Float8_e4m3fn, x)};
+  sizes.last() = cols;
+  Producer out{{},
+               std::move(data),
+               allocate(swizzled ? swizzled_sizes(padded_rows, cols) : std::move(sizes),
+                        ScalarType::Float8_e4m3fn, x)};
   out.params.x = rows.elements.data;
   out.params.x_type = type;
   out.params.x_row_stride = rows.stride;
@@ -78,7 +78,7 @@ struct Bias {
 
 Bias check_bias(const OptTensor& bias, int64_t n, const Tensor& operand) {
   if (!bias) return {};
-  const auto type = float_type(bias->scalar_type());
+  const auto type = float_type(*bias);
   NVFP4_CHECK_TYPE(type, "bias.dtype must be float32, bfloat16 or float16, got ",
                    dtype_text(bias->scalar_type()));
   NVFP4_CHECK(bias->dim() == 1 && bias->size(0) == n, "bias must have shape (", n,
@@ -192,7 +192,7 @@ std::tuple<Tensor, Tensor> swiglu_quantize(const Tensor& gate_up, const OptTenso
   const int64_t padded_rows = round_up(rows.rows, pad_rows_to);
   // Padded rows have no leading shape to belong to: where padding is asked for, data is 2-D.
   auto sizes = pad_rows_to == 1 ? sizes_with_last(gate_up, rows.cols / 4)
-                                : std::vector<int64_t>{padded_rows, rows.cols / 4};
+                                : Sizes{padded_rows, rows.cols / 4};
   Producer out =
       make_producer(gate_up, rows, type, global_scale, swizzled, padded_rows, std::move(sizes));
   if (rows.rows) NVFP4_LAUNCH(swiglu_quantize, gate_up, out.params);
@@ -219,7 +219,7 @@ Tensor dequantize(const Tensor& data, const Tensor& block_scale, const OptTensor
 }
 
 Tensor swizzle_scales(const Tensor& scales) {
-  NVFP4_CHECK_TYPE(has_type(scales, ScalarType::Float8_e4m3fn),
+  NVFP4_CHECK_TYPE(scales.has_type(ScalarType::Float8_e4m3fn),
                    "scales.dtype must be float8_e4m3fn, got ", dtype_text(scales.scalar_type()));
   NVFP4_CHECK(scales.dim() == 2, "scales must be (rows, K/16), got shape ", shape_text(scales));
   const Contiguous dense = as_contiguous(scales);
@@ -241,7 +241,7 @@ Tensor unswizzle_scales(const Tensor& scales, int64_t rows, int64_t cols) {
 }
 
 Tensor global_scale(const Tensor& x) {
-  const auto type = float_type(x.scalar_type());
+  const auto type = float_type(x);
   NVFP4_CHECK_TYPE(type, "x.dtype must be float32, bfloat16 or float16, got ",
                    dtype_text(x.scalar_type()));
   const Rows rows = x.dim() ? as_rows(x) : Rows{as_contiguous(x), 1, 1, 1};

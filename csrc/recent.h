@@ -5,10 +5,11 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 
 namespace nvfp4 {
 
-template <size_t kNumbers, typename Value>
+template <size_t kNumbers, typename Value, size_t kEntries = 64>
 class Recent {
  public:
   using Key = std::array<int64_t, kNumbers>;
@@ -20,7 +21,7 @@ class Recent {
     for (const int64_t number : key) {
       hash = (hash ^ static_cast<uint64_t>(number)) * 0x9E3779B97F4A7C15u;
     }
-    Entry& e = entries_[hash >> 58];
+    Entry& e = entries_[(hash >> 32) % kEntries];
     if (!e.used || e.key != key) e = {true, key, make()};
     return e.value;
   }
@@ -31,7 +32,8 @@ class Recent {
     Key key{};
     Value value{};
   };
-  std::array<Entry, 64> entries_{};
+  // Not inside: threads would have room for it from their start on.
+  std::unique_ptr<Entry[]> entries_ = std::make_unique<Entry[]>(kEntries);
 };
 
 }  // namespace nvfp4

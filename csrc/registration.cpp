@@ -33,21 +33,21 @@ STABLE_TORCH_LIBRARY(nvfp4, m) {
   m.def("_control(str request) -> str");
 }
 
-#define NVFP4_BIND_OPS(m)                                                \
-  m.impl("quantize", TORCH_BOX(&nvfp4::quantize));                       \
-  m.impl("swiglu_quantize", TORCH_BOX(&nvfp4::swiglu_quantize));         \
-  m.impl("dequantize", TORCH_BOX(&nvfp4::dequantize));                   \
-  m.impl("swizzle_scales", TORCH_BOX(&nvfp4::swizzle_scales));           \
-  m.impl("unswizzle_scales", TORCH_BOX(&nvfp4::unswizzle_scales));       \
-  m.impl("global_scale", TORCH_BOX(&nvfp4::global_scale));               \
-  m.impl("swiglu_global_scale", TORCH_BOX(&nvfp4::swiglu_global_scale)); \
-  m.impl("gemm", TORCH_BOX(&nvfp4::gemm));                               \
-  m.impl("gemm_a16w4", TORCH_BOX(&nvfp4::gemm_a16w4));                   \
-  m.impl("gemm_a4w16", TORCH_BOX(&nvfp4::gemm_a4w16));                   \
-  m.impl("grouped_gemm", TORCH_BOX(&nvfp4::grouped_gemm))
+#define NVFP4_BIND_OPS(m)                                                   \
+  m.impl("quantize", nvfp4::boxed<&nvfp4::quantize>);                       \
+  m.impl("swiglu_quantize", nvfp4::boxed<&nvfp4::swiglu_quantize>);         \
+  m.impl("dequantize", nvfp4::boxed<&nvfp4::dequantize>);                   \
+  m.impl("swizzle_scales", nvfp4::boxed<&nvfp4::swizzle_scales>);           \
+  m.impl("unswizzle_scales", nvfp4::boxed<&nvfp4::unswizzle_scales>);       \
+  m.impl("global_scale", nvfp4::boxed<&nvfp4::global_scale>);               \
+  m.impl("swiglu_global_scale", nvfp4::boxed<&nvfp4::swiglu_global_scale>); \
+  m.impl("gemm", nvfp4::boxed<&nvfp4::gemm>);                               \
+  m.impl("gemm_a16w4", nvfp4::boxed<&nvfp4::gemm_a16w4>);                   \
+  m.impl("gemm_a4w16", nvfp4::boxed<&nvfp4::gemm_a4w16>);                   \
+  m.impl("grouped_gemm", nvfp4::boxed<&nvfp4::grouped_gemm>)
 
 STABLE_TORCH_LIBRARY_IMPL(nvfp4, CPU, m) { NVFP4_BIND_OPS(m); }
 STABLE_TORCH_LIBRARY_IMPL(nvfp4, CUDA, m) { NVFP4_BIND_OPS(m); }
 STABLE_TORCH_LIBRARY_IMPL(nvfp4, CompositeExplicitAutograd, m) {
-  m.impl("_control", TORCH_BOX(&nvfp4::control));
+  m.impl("_control", nvfp4::boxed<&nvfp4::control>);
 }

@@ -5,8 +5,23 @@ from __future__ import annotations
 import torch
 from torch import SymInt, Tensor
 
-from . import ops
-from .ops import BLOCK_SIZE, TILE_COLS, TILE_ROWS, _require, _require_device, round_up
+from .arguments import (
+    BLOCK_SIZE,
+    TILE_COLS,
+    TILE_ROWS,
+    check_bias,
+    check_dtype,
+    check_out_dtype,
+    check_packed,
+    check_scale,
+    refuse_gradient,
+    require,
+    require_columns,
+    require_device,
+    require_one,
+    require_packed,
+    round_up,
+)
 
 
 def _check_types(a, b, a_scale, b_scale, offs, alpha, bias, gather, scatter, gamma, out_dtype):
@@ -14,11 +29,11 @@ def _check_types(a, b, a_scale, b_scale, offs, alpha, bias, gather, scatter, gam
     for name, value, scale in (("a", a, a_scale), ("b", b, b_scale)):
         if scale is None:
             remedy = f"packed data needs its {name}_scale, other data .to(torch.bfloat16)"
-            ops.check_dtype(name, value, (torch.bfloat16, torch.float16), remedy)
+            check_dtype(name, value, (torch.bfloat16, torch.float16), remedy)
         else:
-            ops.check_packed(name, value)
-            ops.check_scale(f"{name}_scale", scale)
-    ops.check_dtype("offs", offs, (torch.int32,), "convert it with .to(torch.int32)")
+            check_packed(name, value)
+            check_scale(f"{name}_scale", scale)
+    check_dtype("offs", offs, (torch.int32,), "convert it with .to(torch.int32)")
     for name, value, dtype in (
         ("gather", gather, torch.int32),
         ("scatter", scatter, torch.int32),
@@ -26,9 +41,9 @@ def _check_types(a, b, a_scale, b_scale, offs, alpha, bias, gather, scatter, gam
         ("alpha", alpha, torch.float32),
     ):
         if value is not None:
-            ops.check_dtype(name, value, (dtype,), f"convert it with .to({dtype})")
-    ops.check_bias(bias)
-    ops.check_out_dtype(out_dtype)
+            check_dtype(name, value, (dtype,), f"convert it with .to({dtype})")
+    check_bias(bias)
+    check_out_dtype(out_dtype)
 
 
 def grouped_gemm(
@@ -69,7 +84,7 @@ def grouped_gemm(
     where reading them would stall the stream, such a row is skipped. No gradients.
     """
     _check_types(a, b, a_scale, b_scale, offs, alpha, bias, gather, scatter, gamma, out_dtype)
-    ops.refuse_gradient("grouped_gemm", a=a, b=b, alpha=alpha, bias=bias, gamma=gamma)
+    refuse_gradient("grouped_gemm", a=a, b=b, alpha=alpha, bias=bias, gamma=gamma)
     return torch.ops.nvfp4.grouped_gemm(
         a,
         b,
@@ -95,10 +110,10 @@ def _require_shape(name: str, value: Tensor | None, shape: tuple[Size, ...], lik
     if value is None:
         return
     text = str(shape)
-    _require(value.dim() == len(shape), lambda: f"{name} must be {text}, got {tuple(value.shape)}")
+    require(value.dim() == len(shape), lambda: f"{name} must be {text}, got {tuple(value.shape)}")
     for got, expected in zip(value.shape, shape, strict=True):
-        _require(got == expected, lambda: f"{name} must be {text}, got {tuple(value.shape)}")
-    _require_device(name, value, like)
+        require(got == expected, lambda: f"{name} must be {text}, got {tuple(value.shape)}")
+    require_device(name, value, like)
 
 
 def _require_side(
@@ -106,12 +121,12 @@ def _require_side(
 ) -> tuple[Size, Size]:
     """(rows, K) of one side, of each group where it is a stack."""
     shape = tuple(data.shape)
-    _require(len(shape) == dims, lambda: f"{name} must have {dims} dimensions, got shape {shape}")
+    require(len(shape) == dims, lambda: f"{name} must have {dims} dimensions, got shape {shape}")
     rows = shape[-2]
     if scale is None:
-        ops._require_columns(name, data, BLOCK_SIZE)
+        require_columns(name, data, BLOCK_SIZE)
         return rows, shape[-1]
-    k = ops._require_packed(name, data)
+    k = require_packed(name, data)
     scale_rows, scale_cols = rows, k // BLOCK_SIZE
     layout = "row-major"
     if swizzled:
@@ -147,23 +162,23 @@ def _(
     _check_types(a, b, a_scale, b_scale, offs, alpha, bias, gather, scatter, gamma, out_dtype)
     rows, k = _require_side("a", a, a_scale, 2, a_scale_swizzled)
     n, b_k = _require_side("b", b, b_scale, 2 if ragged == "k" else 3, b_scale_swizzled)
-    _require_device("b", b, a)
-    _require(k == b_k, lambda: f"a and b must have the same K, got {k} and {b_k}")
+    require_device("b", b, a)
+    require(k == b_k, lambda: f"a and b must have the same K, got {k} and {b_k}")
     if a_scale is None and b_scale is None and a.dtype != b.dtype:
         raise ValueError(f"a and b, both dense, must have one dtype, got {a.dtype} and {b.dtype}")
-    _require(offs.dim() == 1, lambda: f"offs must be (E,), got {tuple(offs.shape)}")
+    require(offs.dim() == 1, lambda: f"offs must be (E,), got {tuple(offs.shape)}")
     groups = offs.shape[0] if ragged == "k" else b.shape[0]
     _require_shape("offs", offs, (groups,), a)
     if gather is not None:
-        _require(gather.dim() == 1, lambda: f"gather must be (M,), got {tuple(gather.shape)}")
-        _require_device("gather", gather, a)
+        require(gather.dim() == 1, lambda: f"gather must be (M,), got {tuple(gather.shape)}")
+        require_device("gather", gather, a)
         rows = gather.shape[0]
     _require_shape("scatter", scatter, (rows,), a)
     _require_shape("gamma", gamma, (rows,), a)
     if alpha is not None and alpha.dim() == 1 and alpha.shape[0] != 1:
         _require_shape("alpha", alpha, (groups,), a)
     else:
-        ops._require_one("alpha", alpha, a)
+        require_one("alpha", alpha, a)
     _require_shape("bias", bias, (groups, n), a)
     shape = (rows, n) if ragged == "m" else (groups, rows, n)
     return a.new_empty(shape, dtype=out_dtype or torch.bfloat16)

@@ -33,7 +33,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import ops
-from .ops import BLOCK_SIZE, CODES_PER_BYTE, DENSE_DTYPES, TILE_COLS, TILE_ROWS
+from .arguments import (
+    BLOCK_SIZE,
+    CODES_PER_BYTE,
+    DENSE_DTYPES,
+    TILE_COLS,
+    TILE_ROWS,
+    check_bias,
+    check_dense,
+    check_packed,
+    check_scalar,
+    check_scale,
+    round_up,
+)
 
 ACTIVATIONS = ("dynamic", "static", "unit", "none")
 E2M1_E4M3_MAX = 6.0 * 448.0
@@ -198,7 +210,7 @@ class Nvfp4Linear(nn.Module):
                 f"whose weight is (out_features, in_features)"
             )
         weight = linear.weight.detach()
-        ops.check_dense("linear.weight", weight)
+        check_dense("linear.weight", weight)
         expected = (linear.out_features, linear.in_features)
         if tuple(weight.shape) != expected:
             hint = ": it is transposed" if tuple(weight.shape) == expected[::-1] else ""
@@ -220,7 +232,7 @@ class Nvfp4Linear(nn.Module):
             weight, layer.weight_scale_2, swizzled=False
         )
         if linear.bias is not None:
-            ops.check_bias(linear.bias)
+            check_bias(linear.bias)
             copied = linear.bias.detach().clone()
             layer.bias = nn.Parameter(copied, requires_grad=linear.bias.requires_grad)
         if activation == "static":
@@ -247,7 +259,7 @@ class Nvfp4Linear(nn.Module):
         return self._run("gate_up", gate_up, swiglu=True)
 
     def _run(self, name: str, x: Tensor, *, swiglu: bool) -> Tensor:
-        ops.check_dense(name, x)
+        check_dense(name, x)
         expected = 2 * self.in_features if swiglu else self.in_features
         if x.dim() == 0 or x.shape[-1] != expected:
             what = "2 * in_features" if swiglu else "in_features"
@@ -376,7 +388,7 @@ class Nvfp4Linear(nn.Module):
                 f"{name} is {value.dtype}, a dense weight, where packed uint8 is expected: load it "
                 f"into nn.Linear and convert with Nvfp4Linear.from_linear or swap_linears"
             )
-        ops.check_packed(name, value)
+        check_packed(name, value)
         expected = (self.out_features, self.in_features // CODES_PER_BYTE)
         if tuple(value.shape) != expected:
             hint = ", it is transposed" if tuple(value.shape) == expected[::-1] else ""
@@ -387,10 +399,10 @@ class Nvfp4Linear(nn.Module):
         return value if value.dtype == torch.uint8 else value.view(torch.uint8)
 
     def _check_weight_scale(self, name: str, value: Tensor) -> Tensor:
-        ops.check_scale(name, value)
+        check_scale(name, value)
         n, cols = self.out_features, self.in_features // BLOCK_SIZE
         if tuple(value.shape) != (n, cols):
-            padded = (ops.round_up(n, TILE_ROWS), ops.round_up(cols, TILE_COLS))
+            padded = (round_up(n, TILE_ROWS), round_up(cols, TILE_COLS))
             hint = "check which library wrote the checkpoint"
             if tuple(value.shape) == padded:
                 hint = f"it has the swizzled shape: unswizzle_scales(scales, {n}, {cols}) undoes it"
@@ -436,7 +448,7 @@ def _fp32_scalar(name: str, value: Tensor | float) -> Tensor:
 
 def _check_decode_scale(name: str, value: Tensor) -> Tensor:
     """`value` as 0-d, if it is FP32 of one element and, where the host can see it, usable."""
-    ops.check_scalar(name, value)
+    check_scalar(name, value)
     if value.numel() != 1:
         raise ValueError(
             f"{name} must have one element, got shape {tuple(value.shape)}: fused layers (q/k/v, "

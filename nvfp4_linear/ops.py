@@ -20,170 +20,32 @@ CUDA's current stream.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from typing import Any
-
 import torch
-from torch import SymBool, SymInt, Tensor
+from torch import SymInt, Tensor
 
-BLOCK_SIZE = 16  # elements along K that share a block scale
-CODES_PER_BYTE = 2
-TILE_ROWS, TILE_COLS = 128, 4  # of the swizzled scale layout
-
-DENSE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-PACKED_DTYPES = (torch.uint8, torch.float4_e2m1fn_x2)
+from .arguments import (
+    BLOCK_SIZE,
+    CODES_PER_BYTE,
+    check_bias,
+    check_dense,
+    check_out_dtype,
+    check_packed,
+    check_scalar,
+    check_scale,
+    new_scale,
+    refuse_gradient,
+    require,
+    require_columns,
+    require_device,
+    require_one,
+    require_packed,
+    require_scale,
+    requires_grad,
+    round_up,
+    row_count,
+)
 
 _ops = torch.ops.nvfp4
-
-
-# ------------------------------------------------------------------------------------- arguments
-
-
-def check_dtype(name: str, value: Any, dtypes: tuple[torch.dtype, ...], remedy: str) -> None:
-    """TypeError unless `value` is a tensor of one of `dtypes`."""
-    if isinstance(value, Tensor) and value.dtype in dtypes:
-        return
-    expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a {expected} tensor, got {type(value).__name__}: {remedy}")
-    got = str(value.dtype).removeprefix("torch.")
-    raise TypeError(f"{name}.dtype must be {expected}, got {got}: {remedy}")
-
-
-def check_dense(name: str, value: Any, dtypes: tuple[torch.dtype, ...] = DENSE_DTYPES) -> None:
-    check_dtype(name, value, dtypes, "convert it with .to(torch.bfloat16)")
-
-
-def check_packed(name: str, value: Any) -> None:
-    check_dtype(name, value, PACKED_DTYPES, "quantize it first")
-
-
-def check_scale(name: str, value: Any) -> None:
-    remedy = "view it with .view(torch.float8_e4m3fn) if its bytes are UE4M3"
-    if isinstance(value, Tensor) and value.dtype == torch.float8_e8m0fnu:
-        remedy = (
-            "these are MXFP4's, one for 32 elements, which is not supported: quantize the values"
-        )
-    check_dtype(name, value, (torch.float8_e4m3fn,), remedy)
-
-
-def check_scalar(name: str, value: Any) -> None:
-    """An optional FP32 scalar; its bytes are never reinterpreted."""
-    if value is not None:
-        remedy = "torch.tensor(value) of a float makes one, .float() converts a tensor"
-        check_dtype(name, value, (torch.float32,), remedy)
-
-
-def check_bias(value: Any) -> None:
-    if value is not None:
-        check_dense("bias", value)
-
-
-def check_out_dtype(value: Any) -> None:
-    if value is not None and value not in DENSE_DTYPES:
-        raise TypeError(f"out_dtype must be float32, bfloat16 or float16, got {value}")
-
-
-def _requires_grad(value: Tensor | None) -> bool:
-    return value is not None and value.requires_grad
-
-
-def refuse_gradient(op: str, **inputs: Tensor | None) -> None:
-    """RuntimeError where autograd would expect a gradient that `op` does not have."""
-    if not torch.is_grad_enabled():
-        return
-    for name, value in inputs.items():
-        if _requires_grad(value):
-            raise RuntimeError(
-                f"nvfp4 {op} has no gradient for {name}, which requires one: pass "
-                f"{name}.detach(), call it under torch.no_grad(), or use Nvfp4Linear, whose "
-                f"gradient passes straight through the quantization"
-            )
-
-
-def _require(condition: bool | SymBool, message: Callable[[], str]) -> None:
-    """ValueError unless `condition`; of a symbolic one the tracer keeps a guard or an assertion."""
-    if condition is not True:
-        torch._check_value(condition, message)
-
-
-def round_up(value: int | SymInt, multiple: int) -> int | SymInt:
-    return (value + multiple - 1) // multiple * multiple
-
-
-def _rows(tensor: Tensor) -> int | SymInt:
-    return math.prod(tensor.shape[:-1])
-
-
-def _require_columns(name: str, tensor: Tensor, multiple: int) -> None:
-    _require(tensor.dim() >= 1, lambda: f"{name} must have at least one dimension, got a scalar")
-    columns = tensor.shape[-1]
-    _require(
-        columns > 0 and columns % multiple == 0,
-        lambda: f"{name}.shape[-1] must be a multiple of {multiple}, got {columns}: pad K",
-    )
-
-
-def _require_packed(name: str, data: Tensor) -> int | SymInt:
-    """K of packed data."""
-    check_packed(name, data)
-    _require(data.dim() >= 2, lambda: f"{name} must be (rows, K/2), got {tuple(data.shape)}")
-    _require_columns(name, data, BLOCK_SIZE // CODES_PER_BYTE)
-    return data.shape[-1] * CODES_PER_BYTE
-
-
-def _require_scale(
-    name: str, scale: Tensor, rows: int | SymInt, cols: int | SymInt, swizzled: bool
-) -> None:
-    check_scale(name, scale)
-    if swizzled:
-        padded = (round_up(rows, TILE_ROWS), round_up(cols, TILE_COLS))
-        _require(scale.dim() == 2, lambda: f"{name} must be 2-D, got {tuple(scale.shape)}")
-        for got, expected in zip(scale.shape, padded, strict=True):
-            _require(
-                got == expected,
-                lambda: (
-                    f"{name} must be swizzled with shape {padded}, got {tuple(scale.shape)}: "
-                    f"swizzle_scales makes it from row-major ({rows}, {cols})"
-                ),
-            )
-        return
-    _require(
-        scale.dim() >= 1 and scale.shape[-1] == cols,
-        lambda: f"{name} must be row-major ({rows}, {cols}), got {tuple(scale.shape)}",
-    )
-    _require(
-        _rows(scale) == rows,
-        lambda: f"{name} must be row-major ({rows}, {cols}), got {tuple(scale.shape)}",
-    )
-
-
-def _require_one(name: str, value: Tensor | None, operand: Tensor) -> None:
-    check_scalar(name, value)
-    if value is not None:
-        _require(
-            value.numel() == 1,
-            lambda: f"{name} must have one element, got shape {tuple(value.shape)}",
-        )
-        if value.device.type != "cpu":
-            _require_device(name, value, operand)
-
-
-def _require_device(name: str, value: Tensor, operand: Tensor) -> None:
-    _require(
-        value.device == operand.device,
-        lambda: f"{name} must be on {operand.device}, got {value.device}: move it with .to()",
-    )
-
-
-def _new_scale(
-    like: Tensor, rows: int | SymInt, cols: int | SymInt, leading: tuple, swizzled: bool
-) -> Tensor:
-    shape = (*leading, cols)
-    if swizzled:
-        shape = (round_up(rows, TILE_ROWS), round_up(cols, TILE_COLS))
-    return like.new_empty(shape, dtype=torch.float8_e4m3fn)
 
 
 # ------------------------------------------------------------------------------------- producers
@@ -211,11 +73,11 @@ def quantize(
 @torch.library.register_fake("nvfp4::quantize")
 def _(x, global_scale=None, *, swizzled=True):
     check_dense("x", x)
-    _require_columns("x", x, BLOCK_SIZE)
-    _require_one("global_scale", global_scale, x)
+    require_columns("x", x, BLOCK_SIZE)
+    require_one("global_scale", global_scale, x)
     leading, k = x.shape[:-1], x.shape[-1]
     data = x.new_empty((*leading, k // CODES_PER_BYTE), dtype=torch.uint8)
-    return data, _new_scale(x, _rows(x), k // BLOCK_SIZE, leading, swizzled)
+    return data, new_scale(x, row_count(x), k // BLOCK_SIZE, leading, swizzled)
 
 
 def swiglu_quantize(
@@ -240,15 +102,15 @@ def swiglu_quantize(
 @torch.library.register_fake("nvfp4::swiglu_quantize")
 def _(gate_up, global_scale=None, *, swizzled=True, pad_rows_to=1):
     check_dense("gate_up", gate_up)
-    _require_columns("gate_up", gate_up, 2 * BLOCK_SIZE)
-    _require_one("global_scale", global_scale, gate_up)
-    _require(pad_rows_to >= 1, lambda: f"pad_rows_to must be at least 1, got {pad_rows_to}")
+    require_columns("gate_up", gate_up, 2 * BLOCK_SIZE)
+    require_one("global_scale", global_scale, gate_up)
+    require(pad_rows_to >= 1, lambda: f"pad_rows_to must be at least 1, got {pad_rows_to}")
     leading, k = gate_up.shape[:-1], gate_up.shape[-1] // 2
-    rows = round_up(_rows(gate_up), pad_rows_to)
+    rows = round_up(row_count(gate_up), pad_rows_to)
     if pad_rows_to != 1:
         leading = (rows,)
     data = gate_up.new_empty((*leading, k // CODES_PER_BYTE), dtype=torch.uint8)
-    return data, _new_scale(gate_up, rows, k // BLOCK_SIZE, leading, swizzled)
+    return data, new_scale(gate_up, rows, k // BLOCK_SIZE, leading, swizzled)
 
 
 def global_scale(x: Tensor) -> Tensor:
@@ -279,7 +141,7 @@ def swiglu_global_scale(gate_up: Tensor) -> Tensor:
 @torch.library.register_fake("nvfp4::swiglu_global_scale")
 def _(gate_up):
     check_dense("gate_up", gate_up)
-    _require_columns("gate_up", gate_up, 2 * BLOCK_SIZE)
+    require_columns("gate_up", gate_up, 2 * BLOCK_SIZE)
     return gate_up.new_empty((), dtype=torch.float32)
 
 
@@ -307,10 +169,10 @@ def dequantize(
 
 @torch.library.register_fake("nvfp4::dequantize")
 def _(data, block_scale, global_scale=None, *, swizzled=True, out_dtype=None):
-    k = _require_packed("data", data)
-    _require_scale("block_scale", block_scale, _rows(data), k // BLOCK_SIZE, swizzled)
-    _require_device("block_scale", block_scale, data)
-    _require_one("global_scale", global_scale, data)
+    k = require_packed("data", data)
+    require_scale("block_scale", block_scale, row_count(data), k // BLOCK_SIZE, swizzled)
+    require_device("block_scale", block_scale, data)
+    require_one("global_scale", global_scale, data)
     check_out_dtype(out_dtype)
     return data.new_empty((*data.shape[:-1], k), dtype=out_dtype or torch.float32)
 
@@ -331,8 +193,8 @@ def swizzle_scales(scales: Tensor) -> Tensor:
 @torch.library.register_fake("nvfp4::swizzle_scales")
 def _(scales):
     check_scale("scales", scales)
-    _require(scales.dim() == 2, lambda: f"scales must be (rows, K/16), got {tuple(scales.shape)}")
-    return _new_scale(scales, scales.shape[0], scales.shape[1], (), swizzled=True)
+    require(scales.dim() == 2, lambda: f"scales must be (rows, K/16), got {tuple(scales.shape)}")
+    return new_scale(scales, scales.shape[0], scales.shape[1], (), swizzled=True)
 
 
 def unswizzle_scales(scales: Tensor, rows: int, cols: int) -> Tensor:
@@ -344,7 +206,7 @@ def unswizzle_scales(scales: Tensor, rows: int, cols: int) -> Tensor:
 
 @torch.library.register_fake("nvfp4::unswizzle_scales")
 def _(scales, rows, cols):
-    _require_scale("scales", scales, rows, cols, swizzled=True)
+    require_scale("scales", scales, rows, cols, swizzled=True)
     return scales.new_empty((rows, cols))
 
 
@@ -353,7 +215,7 @@ def _(scales, rows, cols):
 
 def bias_gradient(grad: Tensor, dtype: torch.dtype) -> Tensor:
     """Σ over rows of dY (..., N), summed in FP32: (N,) in `dtype`."""
-    rows = grad.reshape(_rows(grad), grad.shape[-1])
+    rows = grad.reshape(row_count(grad), grad.shape[-1])
     return rows.sum(0, dtype=torch.float32).to(dtype)
 
 
@@ -398,7 +260,7 @@ def gemm(
     check_out_dtype(out_dtype)
     if torch.is_grad_enabled():
         refuse_gradient("gemm", a_scale=a_scale, b_scale=b_scale, alpha=alpha)
-        if _requires_grad(bias):
+        if requires_grad(bias):
             return _Gemm.apply(bias, a, b, a_scale, b_scale, alpha, out_dtype)
     return _ops.gemm(a, b, a_scale, b_scale, alpha, bias, out_dtype)
 
@@ -406,9 +268,9 @@ def gemm(
 def _require_bias(bias: Tensor | None, n: int | SymInt, operand: Tensor) -> None:
     check_bias(bias)
     if bias is not None:
-        _require(bias.dim() == 1, lambda: f"bias must be (N,), got {tuple(bias.shape)}")
-        _require(bias.shape[0] == n, lambda: f"bias must be ({n},), got {tuple(bias.shape)}")
-        _require_device("bias", bias, operand)
+        require(bias.dim() == 1, lambda: f"bias must be (N,), got {tuple(bias.shape)}")
+        require(bias.shape[0] == n, lambda: f"bias must be ({n},), got {tuple(bias.shape)}")
+        require_device("bias", bias, operand)
 
 
 def _require_product(
@@ -421,23 +283,23 @@ def _require_product(
     bias: Tensor | None,
 ) -> int | SymInt:
     """N, once everything that both products share has been checked."""
-    b_k = _require_packed("b", b)
-    _require(b.dim() == 2, lambda: f"b must be (N, K/2), got {tuple(b.shape)}")
-    _require(k == b_k, lambda: f"{name} and b must have the same K, got {k} and {b_k}")
+    b_k = require_packed("b", b)
+    require(b.dim() == 2, lambda: f"b must be (N, K/2), got {tuple(b.shape)}")
+    require(k == b_k, lambda: f"{name} and b must have the same K, got {k} and {b_k}")
     n = b.shape[0]
-    _require_scale("b_scale", b_scale, n, k // BLOCK_SIZE, swizzled=True)
-    _require_device("b", b, operand)
-    _require_device("b_scale", b_scale, operand)
-    _require_one("alpha", alpha, operand)
+    require_scale("b_scale", b_scale, n, k // BLOCK_SIZE, swizzled=True)
+    require_device("b", b, operand)
+    require_device("b_scale", b_scale, operand)
+    require_one("alpha", alpha, operand)
     _require_bias(bias, n, operand)
     return n
 
 
 @torch.library.register_fake("nvfp4::gemm")
 def _(a, b, a_scale, b_scale, alpha=None, bias=None, out_dtype=None):
-    k = _require_packed("a", a)
-    _require_scale("a_scale", a_scale, _rows(a), k // BLOCK_SIZE, swizzled=True)
-    _require_device("a_scale", a_scale, a)
+    k = require_packed("a", a)
+    require_scale("a_scale", a_scale, row_count(a), k // BLOCK_SIZE, swizzled=True)
+    require_device("a_scale", a_scale, a)
     n = _require_product("a", a, k, b, b_scale, alpha, bias)
     check_out_dtype(out_dtype)
     return a.new_empty((*a.shape[:-1], n), dtype=out_dtype or torch.bfloat16)
@@ -479,7 +341,7 @@ def gemm_a16w4(
     check_out_dtype(out_dtype)
     if torch.is_grad_enabled():
         refuse_gradient("gemm_a16w4", b_scale=b_scale, alpha=alpha)
-        if x.requires_grad or _requires_grad(bias):
+        if x.requires_grad or requires_grad(bias):
             return _MixedGemm.apply(x, bias, b, b_scale, alpha, out_dtype, False)
     return _ops.gemm_a16w4(x, b, b_scale, alpha, bias, out_dtype)
 
@@ -487,7 +349,7 @@ def gemm_a16w4(
 @torch.library.register_fake("nvfp4::gemm_a16w4")
 def _(x, b, b_scale, alpha=None, bias=None, out_dtype=None):
     check_dense("x", x, (torch.bfloat16, torch.float16))
-    _require_columns("x", x, BLOCK_SIZE)
+    require_columns("x", x, BLOCK_SIZE)
     n = _require_product("x", x, x.shape[-1], b, b_scale, alpha, bias)
     check_out_dtype(out_dtype)
     return x.new_empty((*x.shape[:-1], n), dtype=out_dtype or x.dtype)
@@ -515,8 +377,8 @@ class _MixedGemm(torch.autograd.Function):
             packed, scale, alpha = ctx.saved_tensors
             rows = grad
             if ctx.transposed:  # dYᵀ · (alpha · A), the rows of Y as its columns
-                rows = grad.reshape(_rows(grad), grad.shape[-1]).t()
-                packed = packed.reshape(_rows(packed), packed.shape[-1])
+                rows = grad.reshape(row_count(grad), grad.shape[-1]).t()
+                packed = packed.reshape(row_count(packed), packed.shape[-1])
             dense_grad = input_gradient(rows, packed, scale, alpha, ctx.dense_dtype)
         if ctx.needs_input_grad[1]:
             bias_grad = bias_gradient(grad, ctx.bias_dtype)
@@ -545,21 +407,21 @@ def gemm_a4w16(
     check_out_dtype(out_dtype)
     if torch.is_grad_enabled():
         refuse_gradient("gemm_a4w16", a_scale=a_scale, alpha=alpha)
-        if w.requires_grad or _requires_grad(bias):
+        if w.requires_grad or requires_grad(bias):
             return _MixedGemm.apply(w, bias, a, a_scale, alpha, out_dtype, True)
     return _ops.gemm_a4w16(a, w, a_scale, alpha, bias, out_dtype)
 
 
 @torch.library.register_fake("nvfp4::gemm_a4w16")
 def _(a, w, a_scale, alpha=None, bias=None, out_dtype=None):
-    k = _require_packed("a", a)
-    _require_scale("a_scale", a_scale, _rows(a), k // BLOCK_SIZE, swizzled=True)
-    _require_device("a_scale", a_scale, a)
+    k = require_packed("a", a)
+    require_scale("a_scale", a_scale, row_count(a), k // BLOCK_SIZE, swizzled=True)
+    require_device("a_scale", a_scale, a)
     check_dense("w", w, (torch.bfloat16, torch.float16))
-    _require(w.dim() == 2, lambda: f"w must be (N, K), got {tuple(w.shape)}")
-    _require(w.shape[1] == k, lambda: f"a and w must have the same K, got {k} and {w.shape[1]}")
-    _require_device("w", w, a)
-    _require_one("alpha", alpha, a)
+    require(w.dim() == 2, lambda: f"w must be (N, K), got {tuple(w.shape)}")
+    require(w.shape[1] == k, lambda: f"a and w must have the same K, got {k} and {w.shape[1]}")
+    require_device("w", w, a)
+    require_one("alpha", alpha, a)
     _require_bias(bias, w.shape[0], a)
     check_out_dtype(out_dtype)
     return a.new_empty((*a.shape[:-1], w.shape[0]), dtype=out_dtype or w.dtype)

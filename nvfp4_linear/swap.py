@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
+from .arguments import BLOCK_SIZE, DENSE_DTYPES
 from .linear import ACTIVATIONS, Nvfp4Linear
-from .ops import BLOCK_SIZE, DENSE_DTYPES
 
 Rule = str | Callable[[str, nn.Module], bool]
 Rules = Rule | Iterable[Rule] | None

@@ -24,7 +24,17 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .ops import BLOCK_SIZE, CODES_PER_BYTE, TILE_COLS, TILE_ROWS, round_up
+from .arguments import (
+    BLOCK_SIZE,
+    CODES_PER_BYTE,
+    TILE_COLS,
+    TILE_ROWS,
+    check_dense,
+    check_packed,
+    check_scalar,
+    check_scale,
+    round_up,
+)
 
 MXFP4_GROUP = 32
 
@@ -62,9 +72,9 @@ class Nvfp4Tensor:
         object.__setattr__(self, "shape", tuple(self.shape))
         if self.block_dim is None:
             object.__setattr__(self, "block_dim", self.packed_dim)
-        ops.check_packed("data", self.data)
-        ops.check_scale("block_scale", self.block_scale)
-        ops.check_scalar("global_scale", self.global_scale)
+        check_packed("data", self.data)
+        check_scale("block_scale", self.block_scale)
+        check_scalar("global_scale", self.global_scale)
         if self.global_scale is not None and self.global_scale.numel() != 1:
             raise ValueError(
                 f"global_scale must have one element, got {_text(self.global_scale.shape)}"
@@ -172,7 +182,7 @@ class Nvfp4Tensor:
         of x.t(), under the transposed description.
         """
         _check_dim("packed_dim", packed_dim, "two codes share a byte")
-        ops.check_dense("x", x)
+        check_dense("x", x)
         if x.dim() != 2:
             raise ValueError(f"x must be 2-D, got {_text(x.shape)}: x.flatten(0, -2) makes it so")
         if packed_dim == 0:
@@ -303,7 +313,7 @@ def _product(
 ) -> Tensor:
     for name, side in (("a", a), ("b", b)):
         if not isinstance(side, Nvfp4Tensor):
-            ops.check_dense(name, side, (torch.bfloat16, torch.float16))
+            check_dense(name, side, (torch.bfloat16, torch.float16))
         if len(side.shape) != 2:
             raise ValueError(f"{name} must be 2-D, got {_text(side.shape)}")
     if a.shape[1] != b.shape[0]:

@@ -463,15 +463,26 @@ def test_session_goes_on_after_a_failure_and_packs(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["session.tar.gz", "summary.txt"]
 
 
-def test_initcheck_sees_every_part_but_cublaslts(tmp_path):
+def test_every_sanitizer_sees_every_part_and_ours_without_cublaslt(tmp_path):
     tool = tmp_path / "compute-sanitizer"
-    tool.write_text(f'#!/bin/sh\necho "$@" >>{tmp_path}/calls\n')
+    tool.write_text(f'#!/bin/sh\necho "$NVFP4_CUBLASLT_LIBRARY" "$@" >>{tmp_path}/calls\n')
     tool.chmod(0o755)
+    python = tmp_path / "python"  # asked for the double's path; the tool above runs nothing
+    python.write_text("#!/bin/sh\necho /double.so\n")
+    python.chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
-    assert session("initcheck", OUT=str(tmp_path / "out"), PATH=path).returncode == 0
-    (call,) = (tmp_path / "calls").read_text().splitlines()
-    parts = call.split("--only ")[1].split()
-    assert sorted([*parts, "decoded"]) == sorted(sanitize.PARTS)
+    for name in ("memcheck", "racecheck", "initcheck"):
+        (tmp_path / "calls").write_text("")
+        done = session(name, OUT=str(tmp_path / "out"), PATH=path, PYTHON=str(python))
+        assert done.returncode == 0, done.stdout
+        parts = {"": set(), "/double.so": set()}
+        for call in (tmp_path / "calls").read_text().splitlines():
+            library, _, arguments = call.partition(" ")
+            assert f"--tool {name}" in arguments
+            named = arguments.partition("--only ")[2].split()
+            parts[library] |= set(named or sanitize.PARTS)
+        assert parts["/double.so"] == {"decoded"}
+        assert parts[""] | {"decoded"} == set(sanitize.PARTS)
 
 
 def test_scripts_never_change_the_gpus_settings():

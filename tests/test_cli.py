@@ -15,7 +15,7 @@ import torch
 from helpers import cuda_missing
 from torch import nn
 
-from nvfp4_linear import algorithms, cli, demo, machine, reference
+from nvfp4_linear import algorithms, cli, demo, embeddings, machine, reference
 from nvfp4_linear.console import CommandError, Console, table
 
 STUDY = (37810, 5376, 14336)
@@ -344,6 +344,30 @@ def test_a_forced_rung_that_has_no_way_says_why():
         assert "needs compute capability >= 8.0, found 7.5" in emulated[1]["refusals"][2]["reason"]
 
 
+def test_the_forced_rung_is_what_the_environment_says_now(monkeypatch):
+    def forced() -> str:
+        return json.loads(torch.ops.nvfp4._control("backend"))["forced"]
+
+    assert forced() == ""
+    monkeypatch.setenv("NVFP4_BACKEND_OF_ANOTHER", "cpu")
+    assert forced() == ""
+    for rung in ("cpu", "emulated", "cpu"):
+        monkeypatch.setenv("NVFP4_BACKEND", rung)
+        assert forced() == rung
+        monkeypatch.setenv("NVFP4_SOMETHING", rung)
+        assert forced() == rung
+    monkeypatch.delenv("NVFP4_BACKEND_OF_ANOTHER")
+    assert forced() == "cpu"
+    monkeypatch.delenv("NVFP4_BACKEND")
+    assert forced() == ""
+    # As many variables as a moment ago, and another one of them.
+    monkeypatch.delenv("NVFP4_SOMETHING")
+    monkeypatch.setenv("NVFP4_BACKEND", "emulated")
+    assert forced() == "emulated"
+    monkeypatch.setenv("NVFP4_BACKEND", "")
+    assert forced() == ""
+
+
 def test_a_call_on_the_cpu_with_a_forced_rung_is_refused_by_name_or_runs(monkeypatch):
     data, scale = torch.ops.nvfp4.quantize(torch.ones(4, 32))
     plain = torch.ops.nvfp4.gemm(data, data, scale, scale)
@@ -603,11 +627,11 @@ def test_demo_without_its_package(capsys, monkeypatch):
 def test_embeddings_compared():
     torch.manual_seed(0)
     dense = nn.functional.normalize(torch.randn(32, 24), dim=1)
-    same = demo.compare_embeddings(dense, dense.clone())
+    same = embeddings.compare_embeddings(dense, dense.clone())
     assert same["cosine_min"] == pytest.approx(1.0)
     assert same["first_neighbour_kept"] == 32
     assert same["rank_correlation_min"] == same["rank_correlation_mean"] == 1.0
-    other = demo.compare_embeddings(dense, dense.flip(0))
+    other = embeddings.compare_embeddings(dense, dense.flip(0))
     assert other["cosine_mean"] < 0.5 and other["first_neighbour_kept"] < 16
     assert abs(other["rank_correlation_mean"]) < 0.5
 
@@ -615,11 +639,11 @@ def test_embeddings_compared():
 def test_spearman_of_a_reversed_order():
     a = torch.tensor([[3.0, 2.0, 1.0, -torch.inf]])
     b = torch.tensor([[1.0, 2.0, 3.0, -torch.inf]])
-    assert demo._spearman(a, b).item() == -1.0
+    assert embeddings.spearman(a, b).item() == -1.0
 
 
 def test_topics_are_all_of_one_size():
-    assert {len(group) for group in demo.SENTENCES.values()} == {demo.TOPIC_SIZE}
+    assert {len(group) for group in embeddings.SENTENCES.values()} == {embeddings.TOPIC_SIZE}
 
 
 @pytest.mark.slow

@@ -588,6 +588,19 @@ def test_a_fake_refuses_what_the_op_refuses(case):
     assert name in str(caught.value), f"{error.__name__} without {name}"
 
 
+def test_rows_may_have_any_number_of_dimensions(device):
+    x = dense(2, 3, 64).to(device)
+    flat, scale = raw.quantize(x.reshape(6, 64))
+    many = (2, *[1] * 12, 3)
+    data, scale_of_many = raw.quantize(x.reshape(*many, 64))
+    assert data.shape == (*many, 32)
+    assert_same_bytes(scale_of_many, scale)
+    b, b_scale = raw.quantize(dense(8, 64, seed=1).to(device))
+    y = raw.gemm(data, b, scale, b_scale)
+    assert y.shape == (*many, 8)
+    assert_same_bytes(y.reshape(6, 8), raw.gemm(flat, b, scale, b_scale))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
 def test_operands_on_two_devices_are_an_error(device):

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from test_cublaslt_bindings import Packed, address, aligned, to_bf16
 
 from nvfp4_linear import _cublaslt as lt
-from nvfp4_linear import algorithms
+from nvfp4_linear import algorithms, pin_file
 from nvfp4_linear.algorithms import Algorithm, Pin
 
 GB10 = lt.DeviceInfo(12, 1, 48)
@@ -131,7 +131,7 @@ def clean():
 
 
 def write(path, *lines):
-    path.write_text("\n".join([algorithms.PIN_FILE_HEADER, *lines, ""]))
+    path.write_text("\n".join([pin_file.PIN_FILE_HEADER, *lines, ""]))
     return path
 
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstdlib>
 #include <map>
 #include <mutex>
@@ -126,6 +127,7 @@ struct Planner::State {
   std::mutex mutex;
   Loaded loaded;
   PinPolicy policy;
+  std::atomic<uint64_t> generation{0};  // added to once a change is made, with the mutex held
   int64_t heuristic_queries = 0;
   std::vector<Pin> user_pins;  // newest first
   std::map<int, Handle> handles;
@@ -246,7 +248,10 @@ std::shared_ptr<const Plan> Planner::plan(const Problem& problem) {
   if (found != state_->plans.end()) return found->second;
   bool transient = false;
   auto plan = state_->make(problem, key, &transient);
-  if (transient) return plan;
+  if (transient) {
+    ++state_->generation;
+    return plan;
+  }
   if (state_->plans.size() >= kMaxPlans) state_->plans.clear();
   state_->plans.emplace(key, plan);
   return plan;
@@ -265,12 +270,14 @@ void Planner::retire(const Problem& problem, const Plan& plan, const std::string
     state_->retired[key].push_back({plan.algorithm, reason});
   }
   state_->plans.erase(key);
+  ++state_->generation;
 }
 
 void Planner::clear() {
   std::lock_guard<std::mutex> lock(state_->mutex);
   state_->plans.clear();
   state_->retired.clear();
+  ++state_->generation;
 }
 
 void Planner::reset(PinPolicy policy) {
@@ -279,6 +286,7 @@ void Planner::reset(PinPolicy policy) {
   state_->retired.clear();
   state_->user_pins.clear();
   state_->policy = policy;
+  ++state_->generation;
 }
 
 void Planner::pin(const Pin& pin) {
@@ -289,6 +297,7 @@ void Planner::pin(const Pin& pin) {
   std::lock_guard<std::mutex> lock(state_->mutex);
   state_->user_pins.insert(state_->user_pins.begin(), pin);
   state_->plans.clear();
+  ++state_->generation;
 }
 
 bool Planner::unpin(const Pin& pin) {
@@ -298,6 +307,7 @@ bool Planner::unpin(const Pin& pin) {
   if (found == pins.end()) return false;
   pins.erase(found);
   state_->plans.clear();
+  ++state_->generation;
   return true;
 }
 
@@ -317,6 +327,7 @@ void Planner::set_policy(PinPolicy policy) {
   std::lock_guard<std::mutex> lock(state_->mutex);
   state_->policy = policy;
   state_->plans.clear();
+  ++state_->generation;
 }
 
 Answer Planner::check(const Problem& problem, const Algorithm& algorithm) {
@@ -365,6 +376,8 @@ Capabilities Planner::capabilities(const Problem& problem, int algorithm_id, std
     return {};
   }
 }
+
+uint64_t Planner::generation() const { return state_->generation.load(std::memory_order_acquire); }
 
 int64_t Planner::heuristic_queries() const {
   std::lock_guard<std::mutex> lock(state_->mutex);

@@ -96,6 +96,9 @@ class Planner {
   std::vector<int> algorithm_ids(const Problem& problem, std::string* reason);
   Capabilities capabilities(const Problem& problem, int algorithm_id, std::string* reason);
 
+  // Changes whenever a plan that was given out may not be given again.
+  uint64_t generation() const;
+
   int64_t heuristic_queries() const;  // ever made; a plan that is there makes none
 
   const std::string& unavailable() const;  // why there is no cuBLASLt; empty where there is

@@ -6,6 +6,7 @@
 // NaN results have the canonical bytes of nvfp4.h.
 #include "common.cuh"
 #include "decode.cuh"
+#include "hopper.cuh"
 
 namespace nvfp4::cuda {
 namespace {
@@ -22,15 +23,15 @@ constexpr int kChunks = 4;  // loads in flight
 constexpr int kStepElements = kChunks * kChunkElements;
 constexpr int kChunkBlocks = kChunkElements / kBlockSize;
 
+using DequantizeSide = DequantizePairParams::Side;
+
 struct DequantizeArgs {
-  const uint8_t* data;
-  const uint8_t* block_scale;
-  int64_t row_begin, rows, k;
+  DequantizeSide side, other;  // `other` has rows in a pair only
+  int64_t k;
   int64_t cols;           // scales a row
   int64_t tiles_per_row;  // 0: row-major scales
   int64_t steps_per_row;
   Scalar global_scale;
-  void* out;
 };
 
 // e2m1 * s, times 2^-7 as decode8 has it, in FP32.
@@ -92,28 +93,35 @@ __device__ __forceinline__ void dequantize8(uint32_t word, uint32_t code, float 
   }
 }
 
-template <typename T, bool kAligned, bool kUnitScale>
+template <typename T, bool kAligned, bool kUnitScale, bool kPair>
 __global__ void __launch_bounds__(kThreads) dequantize_kernel(const DequantizeArgs a) {
+  wait_for_kernel_ahead();
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const float g = kUnitScale ? 1.0f : load_scalar(a.global_scale);
   const bool g_finite = is_finite(g);
   const int64_t warps = int64_t{gridDim.x} * kWarps;
-  const int64_t steps = a.rows * a.steps_per_row;
+  const int64_t steps = (a.side.rows + (kPair ? a.other.rows : 0)) * a.steps_per_row;
   for (int64_t step = int64_t{blockIdx.x} * kWarps + threadIdx.x / kWarpSize; step < steps;
        step += warps) {
-    const int64_t local_row = step / a.steps_per_row;
+    int64_t local_row = step / a.steps_per_row;
     const int64_t segment = step - local_row * a.steps_per_row;
-    const int64_t row = a.row_begin + local_row;
+    const bool other = kPair && local_row >= a.side.rows;
+    if (other) local_row -= a.side.rows;
+    // Field by field: a choice of structures would go through memory.
+    const DequantizeSide side = {
+        other ? a.other.data : a.side.data, other ? a.other.block_scale : a.side.block_scale,
+        other ? a.other.row_begin : a.side.row_begin, 0, other ? a.other.out : a.side.out};
+    const int64_t row = side.row_begin + local_row;
     const int64_t element = segment * kStepElements + lane * kLaneElements;
     const int64_t column = element / kBlockSize;
-    const uint8_t* data = a.data + row * (a.k / 2) + element / 2;
+    const uint8_t* data = side.data + row * (a.k / 2) + element / 2;
     const uint8_t* scale;
     int64_t scale_step;  // from one chunk's scale to the next
     if (a.tiles_per_row > 0) {
-      scale = a.block_scale + swizzled_offset(row, column, a.tiles_per_row);
+      scale = side.block_scale + swizzled_offset(row, column, a.tiles_per_row);
       scale_step = kChunkBlocks / kTileCols * kTileBytes;
     } else {
-      scale = a.block_scale + row * a.cols + column;
+      scale = side.block_scale + row * a.cols + column;
       scale_step = kChunkBlocks;
     }
     uint32_t words[kChunks], codes[kChunks];
@@ -129,7 +137,7 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(const DequantizeAr
       }
       codes[c] = __ldg(scale + c * scale_step);
     }
-    T* out = static_cast<T*>(a.out) + local_row * a.k + element;
+    T* out = static_cast<T*>(side.out) + local_row * a.k + element;
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
       if (element + c * kChunkElements >= a.k) continue;
@@ -139,14 +147,34 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(const DequantizeAr
   }
 }
 
-template <typename T, bool kAligned>
-void launch_dequantize(const DequantizeArgs& a, Stream stream) {
-  const int64_t needed = ceil_div(a.rows * a.steps_per_row, kWarps);
-  const dim3 grid(static_cast<unsigned>(std::min<int64_t>(needed, kMaxGrid)));
-  const bool unit = a.global_scale.device == nullptr && a.global_scale.value == 1.0f;
-  launch("dequantize",
-         unit ? dequantize_kernel<T, kAligned, true> : dequantize_kernel<T, kAligned, false>, grid,
-         kThreads, stream, a);
+// Up to here a launch that is spared is worth more than the choice of a side in every step costs:
+// with 77 million elements a call of 110 us took 5 us more.
+constexpr int64_t kMostPairElements = int64_t{1} << 24;
+
+using DequantizeKernel = void (*)(const DequantizeArgs);
+
+void launch_dequantize(const DequantizeArgs& a, DequantizeKernel kernel, Stream stream) {
+  const int64_t needed = ceil_div((a.side.rows + a.other.rows) * a.steps_per_row, kWarps);
+  if (needed == 0) return;
+  launch_behind("dequantize", kernel,
+                dim3(static_cast<unsigned>(std::min<int64_t>(needed, kMaxGrid))), kThreads, stream,
+                a);
+}
+
+template <typename T, bool kPair>
+DequantizeKernel pick_kernel(bool aligned, bool unit) {
+  if constexpr (!kPair) {
+    if (!unit) {
+      return aligned ? dequantize_kernel<T, true, false, kPair>
+                     : dequantize_kernel<T, false, false, kPair>;
+    }
+  }
+  return aligned ? dequantize_kernel<T, true, true, kPair>
+                 : dequantize_kernel<T, false, true, kPair>;
+}
+
+bool aligned(const DequantizeSide& side) {
+  return is_aligned(side.out, 16) && is_aligned(side.data, 4);
 }
 
 // --------------------------------------------------------------------------------- scale layouts
@@ -221,6 +249,7 @@ constexpr int kEpilogueColumns = 4;  // a thread's
 
 template <typename T, bool kAligned>
 __global__ void __launch_bounds__(kThreads) epilogue_kernel(const EpilogueParams p) {
+  wait_for_kernel_ahead();
   const int64_t column = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * kEpilogueColumns;
   if (column >= p.n) return;
   const float alpha = load_scalar(p.alpha);
@@ -258,33 +287,46 @@ void launch_epilogue(const EpilogueParams& p, Stream stream) {
                        is_aligned(p.out, 4 * sizeof(T)) && p.out_row_stride % kEpilogueColumns == 0;
   const dim3 grid(static_cast<unsigned>(ceil_div(p.n, kThreads * kEpilogueColumns)),
                   static_cast<unsigned>(std::min<int64_t>(p.rows, 4096)));
-  launch("epilogue", aligned ? epilogue_kernel<T, true> : epilogue_kernel<T, false>, grid, kThreads,
-         stream, p);
+  launch_behind("epilogue", aligned ? epilogue_kernel<T, true> : epilogue_kernel<T, false>, grid,
+                kThreads, stream, p);
 }
 
 }  // namespace
 
 void dequantize(const DequantizeParams& p, Stream stream) {
-  DequantizeArgs a;
-  a.data = p.data;
-  a.block_scale = p.block_scale;
-  a.row_begin = p.row_begin;
-  a.rows = p.rows;
+  DequantizeArgs a = {};
+  a.side = {p.data, p.block_scale, p.row_begin, p.rows, p.out};
   a.k = p.k;
   a.cols = p.k / kBlockSize;
   a.tiles_per_row = p.swizzled ? ceil_div(a.cols, kTileCols) : 0;
   a.steps_per_row = ceil_div(p.k, kStepElements);
   a.global_scale = p.global_scale;
-  a.out = p.out;
-  if (a.rows == 0 || a.k == 0) return;
+  const bool unit = p.global_scale.device == nullptr && p.global_scale.value == 1.0f;
   dispatch(p.out_type, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    if (is_aligned(p.out, 16) && is_aligned(p.data, 4)) {
-      launch_dequantize<T, true>(a, stream);
-    } else {
-      launch_dequantize<T, false>(a, stream);
-    }
+    launch_dequantize(a, pick_kernel<T, false>(aligned(a.side), unit), stream);
   });
+}
+
+void dequantize_pair(const DequantizePairParams& p, Stream stream) {
+  DequantizeArgs a = {};
+  a.k = p.k;
+  a.cols = p.k / kBlockSize;
+  a.tiles_per_row = ceil_div(a.cols, kTileCols);
+  a.steps_per_row = ceil_div(p.k, kStepElements);
+  const auto run = [&](const DequantizeSide& side, const DequantizeSide& other, auto pair) {
+    a.side = side;
+    a.other = other;
+    const bool both = aligned(side) && aligned(other);
+    launch_dequantize(a,
+                      p.out_type == DType::kFloat16
+                          ? pick_kernel<__half, decltype(pair)::value>(both, true)
+                          : pick_kernel<__nv_bfloat16, decltype(pair)::value>(both, true),
+                      stream);
+  };
+  const bool small = (p.a.rows + p.b.rows) * p.k <= kMostPairElements;
+  if (p.a.rows > 0 && p.b.rows > 0 && small) return run(p.a, p.b, std::true_type{});
+  for (const DequantizeSide& side : {p.b, p.a}) run(side, {}, std::false_type{});
 }
 
 void swizzle_scales(const SwizzleParams& p, Stream stream) { launch_scale_layout<true>(p, stream); }

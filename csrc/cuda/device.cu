@@ -11,6 +11,8 @@ constexpr int kMaxDevices = 64;
 
 __device__ float zero = 0.0f;
 
+thread_local int known_device = -1;
+
 struct Entry {
   std::once_flag once;
   Device device{};
@@ -25,8 +27,8 @@ int attribute(cudaDeviceAttr which, int device) {
 
 const Entry& entry() {
   static std::array<Entry, kMaxDevices> entries;
-  int index = 0;
-  check(cudaGetDevice(&index), "cudaGetDevice");
+  int index = known_device;
+  if (index < 0) check(cudaGetDevice(&index), "cudaGetDevice");
   if (index >= kMaxDevices) throw std::runtime_error("more than 64 CUDA devices");
   Entry& e = entries[index];
   std::call_once(e.once, [&] {
@@ -41,6 +43,10 @@ const Entry& entry() {
 }
 
 }  // namespace
+
+KnownDevice::KnownDevice(int index) : before_(known_device) { known_device = index; }
+
+KnownDevice::~KnownDevice() { known_device = before_; }
 
 Device current_device() { return entry().device; }
 

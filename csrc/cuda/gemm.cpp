@@ -7,6 +7,7 @@
 #include "../check.h"
 #include "../ladder.h"
 #include "../nvfp4.h"
+#include "../tensors.h"
 #include "mid_m_plan.h"
 
 namespace nvfp4::cuda {
@@ -74,10 +75,10 @@ std::string plan_and_run(const Problem& problem, Operands operands, Stream strea
   return concat(kMaxAttempts, " plans in a row were refused at launch");
 }
 
-void run_epilogue(const GemmParams& p, const Workspace& accumulators, int64_t m0, int64_t rows,
+void run_epilogue(const GemmParams& p, const float* accumulators, int64_t m0, int64_t rows,
                   int64_t n0, int64_t cols, Stream stream) {
   EpilogueParams e;
-  e.acc = static_cast<const float*>(accumulators.data());
+  e.acc = accumulators;
   e.rows = rows;
   e.n = cols;
   e.alpha = p.alpha;
@@ -97,7 +98,8 @@ std::string run_nvfp4(const GemmParams& p, const Route& route, Stream stream) {
                             scalars.alpha, scalars.beta, p.out,     nullptr,   0};
     return plan_and_run(route.problem, operands, stream);
   }
-  const Workspace accumulators(route.m_chunk * p.n * 4);
+  const Workspace workspace(route.m_chunk * p.n * 4);
+  auto* const accumulators = static_cast<float*>(workspace.data());
   const int64_t tiles_per_row = round_up(p.k / kBlockSize, kTileCols) / kTileCols;
   const Scalar one;
   for (int64_t m0 = 0; m0 < p.m; m0 += route.m_chunk) {
@@ -112,7 +114,7 @@ std::string run_nvfp4(const GemmParams& p, const Route& route, Stream stream) {
                             nullptr,
                             scalars.alpha,
                             scalars.beta,
-                            accumulators.data(),
+                            accumulators,
                             nullptr,
                             0};
     const std::string reasons = plan_and_run(problem, operands, stream);
@@ -163,32 +165,31 @@ std::string run_decoded(const GemmParams& p, const GemmRequest& request, const R
                         Stream stream) {
   const DType decoded =
       route.decoded_type == cublaslt::ElementType::kFp16 ? DType::kFloat16 : DType::kBFloat16;
-  const Workspace b_decoded(request.dense_b ? 0 : route.n_chunk * p.k * 2);
-  const Workspace a_decoded(request.dense_a ? 0 : route.m_chunk * p.k * 2);
-  const Workspace accumulators(route.separate_epilogue ? route.m_chunk * route.n_chunk * 4 : 0);
-  // Rows [begin, begin + rows) of an operand, dense.
-  const auto dense_rows = [&](const Operand& operand, int64_t begin, int64_t rows,
-                              const Workspace& space) -> const void* {
-    if (operand.scale == nullptr) {
-      return offset(operand.data, begin * operand.row_stride, operand.type);
-    }
-    DequantizeParams d;
-    d.data = static_cast<const uint8_t*>(operand.data);
-    d.block_scale = operand.scale;
-    d.row_begin = begin;
-    d.rows = rows;
-    d.k = p.k;
-    d.out = space.data();
-    d.out_type = decoded;
-    dequantize(d, stream);
-    return space.data();
+  const Workspace workspace{request.dense_b ? 0 : route.n_chunk * p.k * 2,
+                            request.dense_a ? 0 : route.m_chunk * p.k * 2,
+                            route.separate_epilogue ? route.m_chunk * route.n_chunk * 4 : 0};
+  void *const b_decoded = workspace.part(0), *const a_decoded = workspace.part(1);
+  auto* const accumulators = static_cast<float*>(workspace.part(2));
+  // Rows of an operand from `begin` on, where they are dense already.
+  const auto dense_rows = [](const Operand& operand, int64_t begin) {
+    return offset(operand.data, begin * operand.row_stride, operand.type);
+  };
+  const auto packed_rows = [](const Operand& operand, int64_t begin, int64_t rows, void* space) {
+    return DequantizePairParams::Side{static_cast<const uint8_t*>(operand.data), operand.scale,
+                                      begin, rows, space};
   };
   for (int64_t n0 = 0; n0 < p.n; n0 += route.n_chunk) {
     const int64_t cols = std::min(route.n_chunk, p.n - n0);
-    const void* b = dense_rows(p.b, n0, cols, b_decoded);
+    const void* b = request.dense_b ? dense_rows(p.b, n0) : b_decoded;
     for (int64_t m0 = 0; m0 < p.m; m0 += route.m_chunk) {
       const int64_t rows = std::min(route.m_chunk, p.m - m0);
-      const void* a = dense_rows(p.a, m0, rows, a_decoded);
+      const void* a = request.dense_a ? dense_rows(p.a, m0) : a_decoded;
+      DequantizePairParams d;
+      d.k = p.k;
+      d.out_type = decoded;
+      if (!request.dense_a) d.a = packed_rows(p.a, m0, rows, a_decoded);
+      if (!request.dense_b && m0 == 0) d.b = packed_rows(p.b, n0, cols, b_decoded);
+      dequantize_pair(d, stream);
       void* out = offset(p.out, m0 * p.n + n0, p.out_type);
       const void* bias = offset(p.bias, n0, p.bias_type);
       Problem problem = chunk_problem(request, route, rows, cols);
@@ -196,7 +197,7 @@ std::string run_decoded(const GemmParams& p, const GemmRequest& request, const R
       Scalar alpha = p.alpha;
       if (route.separate_epilogue) {
         operands.bias = nullptr;
-        operands.d = accumulators.data();
+        operands.d = accumulators;
         alpha = Scalar{};
       }
       problem.alignment = cublaslt::alignment_of(operands.a, operands.b, operands.bias, operands.d);
@@ -229,7 +230,7 @@ void log_route(const GemmRequest& r, const Route& route) {
 void gemm(const GemmParams& p, Stream stream) {
   const GemmRequest request = request_of(p);
   for (int attempt = 0; attempt < kMaxAttempts; ++attempt) {
-    const Route route = find_route(request);
+    const Route& route = find_route(request);
     if (route.rung == nullptr) {
       std::string reasons;
       for (const auto& refusal : refusals(request, route)) {

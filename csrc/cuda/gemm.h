@@ -1,7 +1,7 @@
 // gemm and gemm_a16w4 on a GPU: validate (ops.cpp) -> plan (ladder.h) -> launch.
 #pragma once
 
-#include "../tensors.h"
+#include "../kernels.h"
 
 namespace nvfp4::cuda {
 
@@ -10,6 +10,6 @@ namespace nvfp4::cuda {
 void gemm(const GemmParams& p, Stream stream);
 
 // See grouped_gemm in ops.py. Never reads offs, gather or scatter on the host.
-void grouped_gemm(const GroupedGemmParams& p, const Tensor& like, Stream stream);
+void grouped_gemm(const GroupedGemmParams& p, Stream stream);
 
 }  // namespace nvfp4::cuda

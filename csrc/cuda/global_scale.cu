@@ -6,6 +6,7 @@
 //
 // Of silu(gate) * up the values are the producer's, computed again and written nowhere.
 #include "common.cuh"
+#include "hopper.cuh"
 #include "swiglu.cuh"
 
 namespace nvfp4::cuda {
@@ -70,6 +71,7 @@ __device__ __forceinline__ Values<kLaneElements> swiglu8(const Raw8<T>& gate, co
 
 template <typename T, bool kSwiglu, bool kAligned>
 __global__ void __launch_bounds__(kThreads) amax_kernel(const AmaxArgs a) {
+  wait_for_kernel_ahead();
   constexpr int kChunks = cuda::kChunks<kSwiglu>, kStepElements = cuda::kStepElements<kSwiglu>;
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const int64_t warp = int64_t{blockIdx.x} * kWarps + threadIdx.x / kWarpSize;
@@ -139,6 +141,7 @@ __global__ void __launch_bounds__(kThreads) amax_kernel(const AmaxArgs a) {
 
 __global__ void __launch_bounds__(kThreads)
     finish_kernel(const float* partial, int blocks, float* out) {
+  wait_for_kernel_ahead();
   float m = 0.0f;
   for (int i = static_cast<int>(threadIdx.x); i < blocks; i += kThreads) m = fmaxf(m, partial[i]);
   m = block_max(m);
@@ -174,12 +177,13 @@ void launch_global_scale(const AmaxParams& p, void* scratch, Stream stream) {
     };
     const bool aligned = is_aligned(p.x, 16) && (a.rows <= 1 || rows_aligned(p.x_row_stride)) &&
                          (!kSwiglu || rows_aligned(p.cols));
-    launch("global_scale", aligned ? amax_kernel<T, kSwiglu, true> : amax_kernel<T, kSwiglu, false>,
-           grid, kThreads, stream, a);
+    launch_behind("global_scale",
+                  aligned ? amax_kernel<T, kSwiglu, true> : amax_kernel<T, kSwiglu, false>, grid,
+                  kThreads, stream, a);
   });
   if (blocks > 1) {
-    launch("global_scale", finish_kernel, dim3(1), kThreads, stream, a.partial,
-           static_cast<int>(blocks), p.out);
+    launch_behind("global_scale", finish_kernel, dim3(1), kThreads, stream, a.partial,
+                  static_cast<int>(blocks), p.out);
   }
 }
 

@@ -12,12 +12,12 @@
 #include "grouped_gemm.h"
 
 #include <algorithm>
-#include <cstdlib>
-#include <optional>
-#include <string>
+#include <string_view>
 
+#include "../environment.h"
 #include "../ladder.h"
 #include "../nvfp4.h"
+#include "../tensors.h"
 #include "gemm.h"
 
 namespace nvfp4::cuda {
@@ -35,29 +35,26 @@ constexpr int64_t kRowsUnit = 256;       // of a part: a tile's
 
 enum class Kernel { kFewRows, kWgmma, kDense, kGeneral };
 
-Tensor bytes_like(int64_t bytes, const Tensor& like) {
-  return allocate({bytes}, ScalarType::Byte, like);
+// The kernel for few rows takes a dense A: a packed one is decoded first, exactly, all of it,
+// because gather may ask for any row. Not where that takes more than the library's budget: 0 bytes.
+int64_t decoded_a_bytes(const GroupedGemmParams& p) {
+  const int64_t bytes = p.a_rows * p.k * 2;
+  return p.a.scale == nullptr || bytes > kWorkspaceBudget ? 0 : bytes;
 }
 
-// The kernel for few rows takes a dense A: a packed one is decoded first, exactly, all of it,
-// because gather may ask for any row. Not where that takes more than the library's budget.
-std::optional<Tensor> decode_a(GroupedGemmParams& p, const Tensor& like, Stream stream) {
-  const int64_t bytes = p.a_rows * p.k * 2;
-  if (p.a.scale == nullptr || bytes == 0 || bytes > kWorkspaceBudget) return std::nullopt;
-  Tensor decoded = bytes_like(bytes, like);
+void decode_a(GroupedGemmParams& p, void* decoded, Stream stream) {
   DequantizeParams d;
   d.data = static_cast<const uint8_t*>(p.a.data);
   d.block_scale = p.a.scale;
   d.swizzled = p.a.swizzled;
   d.rows = p.a_rows;
   d.k = p.k;
-  d.out = decoded.mutable_data_ptr();
+  d.out = decoded;
   d.out_type = DType::kBFloat16;
   dequantize(d, stream);
   p.a = Operand{};
-  p.a.data = d.out;
+  p.a.data = decoded;
   p.a.row_stride = p.k;
-  return decoded;
 }
 
 // 16-bit rows where they are, for copies of boxes.
@@ -81,8 +78,9 @@ bool dense_takes(const GroupedGemmParams& p) {
 }
 
 Kernel pick_kernel(const GroupedGemmParams& p, int64_t rows) {
-  const char* forced = std::getenv("NVFP4_GROUPED_KERNEL");
-  const std::string wanted = forced ? forced : "";
+  static thread_local EnvironmentVariable variable("NVFP4_GROUPED_KERNEL");
+  const char* forced = variable.text();
+  const std::string_view wanted = forced ? forced : "";
   if (wanted == "general") return Kernel::kGeneral;
   if (wanted == "small") {
     return grouped_small_m_weights(p) ? Kernel::kFewRows : Kernel::kGeneral;
@@ -104,19 +102,19 @@ DType product_type(const GroupedGemmParams& p) {
 // decodes its weights twice, while an empty part of a tile costs little.
 int64_t tile_rows(int64_t rows) { return std::min(2 * rows, kGroupedSmallMMax); }
 
-void run_wgmma(const GroupedGemmParams& p, int64_t rows, const Tensor& like, Stream stream) {
+void run_wgmma(const GroupedGemmParams& p, int64_t rows, Stream stream) {
   // Both sides packed: exact in FP16 too, whose words decode in fewer instructions.
   const DType type = p.a.scale ? DType::kFloat16 : p.a.type;
   const int64_t pitch = round_up(p.k, kUnpackedPitch);
   const int64_t part_rows = std::min(p.m, kWorkspaceBudget / (pitch * 2));
-  const Tensor a = bytes_like(part_rows * pitch * 2, like);
+  const Workspace a(part_rows * pitch * 2);
   grouped_zero(p, stream);
   GroupedPart part;
   part.groups = p.groups;
   for (; part.row_begin < p.m; part.row_begin += part_rows) {
     part.rows = std::min(part_rows, p.m - part.row_begin);
-    grouped_unpack_rows(p, part, type, pitch, a.mutable_data_ptr(), stream);
-    grouped_wgmma(p, part, a.data_ptr(), type, pitch, tile_rows(rows), stream);
+    grouped_unpack_rows(p, part, type, pitch, a.data(), stream);
+    grouped_wgmma(p, part, a.data(), type, pitch, tile_rows(rows), stream);
   }
 }
 
@@ -148,20 +146,20 @@ Parts split(const GroupedGemmParams& p, bool unpack_a, int64_t row_bytes) {
   return parts;
 }
 
-void run_dense(const GroupedGemmParams& p, const Tensor& like, Stream stream) {
+void run_dense(const GroupedGemmParams& p, Stream stream) {
   const int64_t pitch = round_up(p.k, kUnpackedPitch), row_bytes = pitch * 2;
   const bool unpack_a = unpacks_a(p), unpack_b = p.b.scale != nullptr;
   const Parts parts = split(p, unpack_a, row_bytes);
-  const Tensor a = bytes_like(unpack_a ? parts.rows * row_bytes : 0, like);
-  const Tensor b = bytes_like(unpack_b ? parts.groups * parts.n * row_bytes : 0, like);
   GroupedPart part;
   part.groups = parts.groups;
   part.rows = parts.rows;
   const int64_t counters = grouped_dense_counters(part, parts.n);
   const int64_t count =
       counters * pieces(p.groups, parts.groups) * pieces(p.n, parts.n) * pieces(p.m, parts.rows);
-  const Tensor ends_tensor = bytes_like((p.groups + 1 + count) * 4, like);
-  auto* const ends = static_cast<int32_t*>(ends_tensor.mutable_data_ptr());
+  const Workspace workspace{(p.groups + 1 + count) * 4, unpack_a ? parts.rows * row_bytes : 0,
+                            unpack_b ? parts.groups * parts.n * row_bytes : 0};
+  auto* const ends = static_cast<int32_t*>(workspace.part(0));
+  void *const a = workspace.part(1), *const b = workspace.part(2);
   part.ends = ends;
   DenseSides sides = {};
   sides.counters = reinterpret_cast<unsigned*>(ends + p.groups + 1);
@@ -169,11 +167,11 @@ void run_dense(const GroupedGemmParams& p, const Tensor& like, Stream stream) {
   grouped_zero(p, stream);
   grouped_zero_rest(p, ends + p.groups, stream);
   sides.type = product_type(p);
-  sides.a = unpack_a ? a.data_ptr() : p.a.data;
+  sides.a = unpack_a ? a : p.a.data;
   sides.a_rows = unpack_a ? parts.rows : p.a_rows;
   sides.a_pitch = unpack_a ? pitch : p.a.row_stride;
   sides.a_of_part = unpack_a;
-  sides.b = unpack_b ? b.data_ptr() : p.b.data;
+  sides.b = unpack_b ? b : p.b.data;
   sides.b_pitch = unpack_b ? pitch : p.b.row_stride;
   for (; part.first_group < p.groups; part.first_group += parts.groups) {
     part.groups = std::min(parts.groups, p.groups - part.first_group);
@@ -183,8 +181,8 @@ void run_dense(const GroupedGemmParams& p, const Tensor& like, Stream stream) {
         part.rows = std::min(parts.rows, p.m - part.row_begin);
         const bool new_a = unpack_a && (parts.rows < p.m || sides.n_begin == 0);
         const bool new_b = unpack_b && part.row_begin == 0;
-        sides.unpack_a = new_a ? a.mutable_data_ptr() : nullptr;
-        sides.unpack_b = new_b ? b.mutable_data_ptr() : nullptr;
+        sides.unpack_a = new_a ? a : nullptr;
+        sides.unpack_b = new_b ? b : nullptr;
         grouped_dense(p, part, sides, stream);
         sides.counters += counters;
       }
@@ -194,16 +192,17 @@ void run_dense(const GroupedGemmParams& p, const Tensor& like, Stream stream) {
 
 }  // namespace
 
-void grouped_gemm(const GroupedGemmParams& p, const Tensor& like, Stream stream) {
+void grouped_gemm(const GroupedGemmParams& p, Stream stream) {
   const int64_t rows = p.groups ? (p.m + p.groups - 1) / p.groups : p.m;
   switch (pick_kernel(p, rows)) {
     case Kernel::kWgmma:
-      return run_wgmma(p, rows, like, stream);
+      return run_wgmma(p, rows, stream);
     case Kernel::kDense:
-      return run_dense(p, like, stream);
+      return run_dense(p, stream);
     case Kernel::kFewRows: {
       GroupedGemmParams dense = p;
-      const auto decoded = decode_a(dense, like, stream);
+      const Workspace decoded(decoded_a_bytes(p));
+      if (decoded.data()) decode_a(dense, decoded.data(), stream);
       if (grouped_small_m_takes(dense)) return grouped_small_m(dense, tile_rows(rows), stream);
       break;
     }

@@ -15,6 +15,7 @@
 // nvfp4.h's own functions.
 #include "block_math.h"
 #include "common.cuh"
+#include "hopper.cuh"
 #include "swiglu.cuh"
 
 namespace nvfp4::cuda {
@@ -198,6 +199,7 @@ __device__ __forceinline__ void write_padding(const QuantizeArgs& a, uint32_t fi
 template <typename T, bool kSwiglu, bool kAligned>
 __global__ void __launch_bounds__(kThreads, kResidentBlocks<T, kSwiglu>)
     quantize_kernel(const QuantizeArgs a) {
+  wait_for_kernel_ahead();
   if (blockIdx.x >= a.task_blocks) {
     write_padding<kAligned>(a, (blockIdx.x - a.task_blocks) * kThreads + threadIdx.x,
                             (gridDim.x - a.task_blocks) * kThreads);
@@ -288,9 +290,9 @@ void launch_quantize(const QuantizeParams& p, Stream stream) {
   const int64_t padding = (p.padded_rows - p.rows) * a.cols +
                           (p.swizzled && scale_rows > p.rows ? 32 * (a.scale_cols / kTileCols) : 0);
   const int64_t padding_blocks = std::min(ceil_div(padding, kThreads), kMostPaddingBlocks);
-  launch(kSwiglu ? "swiglu_quantize" : "quantize",
-         aligned ? quantize_kernel<T, kSwiglu, true> : quantize_kernel<T, kSwiglu, false>,
-         dim3(static_cast<unsigned>(task_blocks + padding_blocks)), kThreads, stream, a);
+  launch_behind(kSwiglu ? "swiglu_quantize" : "quantize",
+                aligned ? quantize_kernel<T, kSwiglu, true> : quantize_kernel<T, kSwiglu, false>,
+                dim3(static_cast<unsigned>(task_blocks + padding_blocks)), kThreads, stream, a);
 }
 
 }  // namespace

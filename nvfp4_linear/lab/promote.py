@@ -13,8 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..algorithms import PIN_FILE_HEADER, Pin, read_pin_file, save_pins
+from ..algorithms import Pin, save_pins
 from ..console import CommandError
+from ..pin_file import PIN_FILE_HEADER, read_pin_file
 from .candidates import from_dict
 from .judgement import faster_in_both
 from .sweep import Result

@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <random>
 #include <string>
 #include <vector>
@@ -291,6 +292,55 @@ void test_dequantize() {
   }
 }
 
+// Both sides of a pair as dequantize makes each; one of them may have no rows.
+void test_dequantize_pair() {
+  Group group("dequantize_pair");
+  const int64_t shapes[][3] = {{1, 3, 16}, {5, 130, 48}, {0, 7, 80}, {9, 0, 80}, {200, 33, 2064}};
+  for (const DType type : {DType::kBFloat16, DType::kFloat16}) {
+    for (const auto& shape : shapes) {
+      for (const int64_t misalign : {int64_t{0}, size_of(type)}) {
+        DequantizePairParams pair;
+        pair.k = shape[2];
+        pair.out_type = type;
+        const int64_t tiles = round_up(pair.k / kBlockSize, kTileCols) / kTileCols;
+        std::vector<std::unique_ptr<Buffer>> buffers;
+        const auto buffer = [&](int64_t size, int64_t off = 0) {
+          buffers.push_back(std::make_unique<Buffer>(size, off));
+          return buffers.back().get();
+        };
+        Buffer *outs[2], *wants[2];
+        DequantizePairParams::Side* sides[2] = {&pair.a, &pair.b};
+        for (int i = 0; i < 2; ++i) {
+          const int64_t begin = shape[i] ? rng() % shape[i] : 0, rows = shape[i] - begin;
+          Buffer *data = buffer(shape[i] * pair.k / 2),
+                 *scale = buffer(round_up(shape[i], 128) * tiles * 4);
+          random_bytes(*data);
+          random_bytes(*scale);
+          const int64_t bytes = rows * pair.k * size_of(type);
+          outs[i] = buffer(bytes, i == 1 ? misalign : 0);
+          wants[i] = buffer(bytes);
+          *sides[i] = {data->data(), scale->data(), begin, rows, outs[i]->data()};
+          DequantizeParams p;
+          p.data = data->data();
+          p.block_scale = scale->data();
+          p.row_begin = begin;
+          p.rows = rows;
+          p.k = pair.k;
+          p.out = wants[i]->data();
+          p.out_type = type;
+          cuda::dequantize(p, nullptr);
+        }
+        cuda::dequantize_pair(pair, nullptr);
+        for (int i = 0; i < 2; ++i) {
+          group.same(*outs[i], *wants[i],
+                     std::string(name_of(type)) + " " +
+                         describe({{"a", shape[0]}, {"b", shape[1]}, {"k", pair.k}, {"side", i}}));
+        }
+      }
+    }
+  }
+}
+
 void test_layouts() {
   Group group("scale layouts");
   const int64_t shapes[][2] = {{1, 1}, {5, 3}, {128, 4}, {129, 5}, {300, 32}, {33, 896}};
@@ -549,6 +599,7 @@ int main(int argc, char** argv) {
   test_global_scale(false);
   test_global_scale(true);
   test_dequantize();
+  test_dequantize_pair();
   test_layouts();
   test_epilogue();
   test_plan();

@@ -4,6 +4,8 @@ fake = Fake()                       # the double of a GB10's library, reset
 fake.configure(check_status=15)     # the next AlgoChecks say NOT_SUPPORTED
 planner = _cublaslt.Planner(fake.path)
 fake.calls("cublasLtMatmulAlgoCheck")
+
+build_for_gpu()                     # path of one that multiplies in a GPU's memory, built by nvcc
 """
 
 import ctypes
@@ -18,6 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("fake_cublaslt.cpp")
+GPU_SOURCES = (SOURCE.with_name("gpu_product.cu"), SOURCE.with_name("gpu_product.h"))
 
 # cublasStatus_t
 SUCCESS, NOT_INITIALIZED, ALLOC_FAILED = 0, 1, 3
@@ -50,25 +53,44 @@ def header():
     raise FileNotFoundError("no cublasLt.h: install nvidia-cublas>=13.0,<14 or set CUDA_HOME")
 
 
+def compiled(name, contents, command):
+    """Path of what `command` makes, once per content; it ends before its output."""
+    digest = hashlib.sha256(b"".join(contents) + repr(command).encode()).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"nvfp4_fake_cublaslt_{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    stem, suffix = os.path.splitext(name)
+    output = folder / f"{stem}_{digest}{suffix}"
+    if not output.exists():
+        partial = output.with_suffix(f".{os.getpid()}{suffix}")
+        subprocess.run([*command, "-o", str(partial)], check=True)
+        partial.rename(output)
+    return output
+
+
+def compile_command(*defines):
+    command = [os.environ.get("CXX", "g++"), "-std=c++17", "-O2", "-Wall", "-Wextra"]
+    command += ["-fPIC", "-fvisibility=hidden", *(f"-D{define}" for define in defines)]
+    return [*command, *(f"-I{folder}" for folder in include_folders()), str(SOURCE)]
+
+
 @functools.cache
 def build(*defines):
     """Path of the double, compiled once per content: `build("FAKE_WITHOUT_ALGO_CHECK")`."""
-    content = SOURCE.read_bytes() + header().read_bytes() + repr(defines).encode()
-    digest = hashlib.sha256(content).hexdigest()[:16]
-    folder = Path(tempfile.gettempdir()) / f"nvfp4_fake_cublaslt_{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    library = folder / f"libfake_cublasLt_{digest}.so"
-    if not library.exists():
-        partial = library.with_suffix(f".{os.getpid()}")
-        command = [os.environ.get("CXX", "g++"), "-std=c++17", "-O2", "-Wall", "-Wextra"]
-        # -Bsymbolic: its calls to itself stay inside, also beside the real library.
-        command += ["-shared", "-fPIC", "-fvisibility=hidden", "-Wl,-Bsymbolic"]
-        command += [f"-D{define}" for define in defines]
-        command += [f"-I{folder}" for folder in include_folders()]
-        command += [str(SOURCE), "-o", str(partial)]
-        subprocess.run(command, check=True)
-        partial.rename(library)
-    return library
+    contents = [SOURCE.read_bytes(), header().read_bytes()]
+    # -Bsymbolic: its calls to itself stay inside, also beside the real library.
+    command = [*compile_command(*defines), "-shared", "-Wl,-Bsymbolic"]
+    return compiled("libfake_cublasLt.so", contents, command)
+
+
+@functools.cache
+def build_for_gpu(arch="native"):
+    """Path of the double whose operands are in a GPU's memory: takes nvcc."""
+    contents = [path.read_bytes() for path in (SOURCE, *GPU_SOURCES, header())]
+    entry_points = compiled("fake_cublasLt.o", contents, [*compile_command("FAKE_ON_GPU"), "-c"])
+    command = [os.environ.get("NVCC", "nvcc"), "-std=c++17", f"-arch={arch}", "-shared"]
+    command += ["-Xcompiler=-fPIC,-fvisibility=hidden", "-Xlinker=-Bsymbolic"]
+    command += [str(GPU_SOURCES[0]), str(entry_points)]
+    return compiled("libgpu_fake_cublasLt.so", contents, command)
 
 
 class Fake:

@@ -9,6 +9,9 @@
 // pointers, too little workspace. And like the real library it dies (SIGFPE) of a tile id that its
 // version doesn't know.
 //
+// Built with FAKE_ON_GPU, for a GPU that is there: operands are in its memory, and a kernel without
+// any cunning multiplies them. No NVFP4 then, as on a Hopper.
+//
 // Control: fake_configure(key, value), fake_reset(), fake_records() (a JSON list of calls),
 // fake_live() (descriptors not yet destroyed).
 
@@ -27,6 +30,10 @@
 #include <string>
 #include <vector>
 
+#if defined(FAKE_ON_GPU)
+#include "gpu_product.h"
+#endif
+
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 struct cublasLtContext {
@@ -40,7 +47,11 @@ namespace {
 const std::map<std::string, std::string>& defaults() {
   static const std::map<std::string, std::string> values = {
       {"version", "130100"},
+#if defined(FAKE_ON_GPU)
+      {"cc", "90"},
+#else
       {"cc", "121"},
+#endif
       {"create_status", "0"},
       {"init_status", "0"},
       {"set_status", "0"},       // of every AlgoConfigSetAttribute
@@ -257,6 +268,21 @@ bool aligned(const void* pointer, uintptr_t bytes) {
   return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
 }
 
+#if defined(FAKE_ON_GPU)
+
+GpuMatrix gpu_matrix(const void* data, const Layout& layout) {
+  return {data, layout.type, static_cast<int64_t>(layout.rows),
+          static_cast<int64_t>(layout.columns), layout.leading_dimension};
+}
+
+// Of the output's type: the planner asks for no other with BF16 and FP16 operands.
+const void* bias_pointer(const Attributes& descriptor) {
+  if (descriptor.get(CUBLASLT_MATMUL_DESC_EPILOGUE) != CUBLASLT_EPILOGUE_BIAS) return nullptr;
+  return reinterpret_cast<const void*>(descriptor.get(CUBLASLT_MATMUL_DESC_BIAS_POINTER));
+}
+
+#else
+
 // ---- Arithmetic, on host memory ----------------------------------------------------------------
 
 float from_bits(uint32_t bits) {
@@ -365,7 +391,7 @@ void multiply(const Attributes& descriptor, float alpha, const void* a, const La
   };
   const bool bias = descriptor.get(CUBLASLT_MATMUL_DESC_EPILOGUE) == CUBLASLT_EPILOGUE_BIAS;
   const auto bias_type = static_cast<int>(descriptor.get(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE));
-  std::vector<std::vector<float>> a_columns;
+  std::vector<std::vector<float> > a_columns;
   for (uint64_t i = 0; i < d_layout.rows; ++i) {
     a_columns.push_back(column(a, a_layout, pointer(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER), i));
   }
@@ -380,6 +406,8 @@ void multiply(const Attributes& descriptor, float alpha, const void* a, const La
     }
   }
 }
+
+#endif
 
 const char* status_name(cublasStatus_t status) {
   switch (status) {
@@ -704,8 +732,19 @@ EXPORT cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc
   if (workspace_bytes < unwrap(algo)->workspace || !aligned(workspace, 256)) {
     return CUBLAS_STATUS_INVALID_VALUE;
   }
+#if defined(FAKE_ON_GPU)
+  const bool on_gpu =
+      attributes.get(CUBLASLT_MATMUL_DESC_POINTER_MODE) == CUBLASLT_POINTER_MODE_DEVICE;
+  if (!on_gpu && *static_cast<const float*>(beta) != 0) return CUBLAS_STATUS_NOT_SUPPORTED;
+  const bool launched =
+      gpu_product(gpu_matrix(a, *unwrap(a_layout)), gpu_matrix(b, *unwrap(b_layout)),
+                  gpu_matrix(d, *unwrap(d_layout)), bias_pointer(attributes),
+                  static_cast<const float*>(alpha), on_gpu, stream);
+  return launched ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_EXECUTION_FAILED;
+#else
   if (*static_cast<const float*>(beta) != 0) return CUBLAS_STATUS_NOT_SUPPORTED;
   multiply(attributes, *static_cast<const float*>(alpha), a, *unwrap(a_layout), b,
            *unwrap(b_layout), d, *unwrap(d_layout));
   return CUBLAS_STATUS_SUCCESS;
+#endif
 }
