@@ -50,13 +50,13 @@ int main() {
         emulator::machine.index = emulator::machine.sm_count = sms;
         cuda::HopperDevice device = {{0, sms}};
         for (int c = 2; c <= cuda::kHopperMaxCluster; ++c) device.resident[c] = 2 * sms / c * c;
-        const cuda::HopperPlan plan = cuda::plan_hopper(m, n, k, device);
-        plans.insert({plan.row_groups, plan.cluster});
+        const cuda::HopperPlan plan = cuda::plan_hopper(m, n, k, kind == kPacked, device);
+        plans.insert({plan.strips, plan.cluster});
         failed += !run_case(m, n, k, kind, (m + sms) % 3 == 0);
       }
     }
   }
-  for (const auto& [row_groups, cluster] : plans) std::printf(" %dx%d", row_groups, cluster);
-  std::printf(" groups x cluster; gemm_small_m_hopper: %d failed\n", failed);
+  for (const auto& [strips, cluster] : plans) std::printf(" %dx%d", strips, cluster);
+  std::printf(" strips x cluster; gemm_small_m_hopper: %d failed\n", failed);
   return failed + (plans.size() < 4);
 }
