@@ -55,8 +55,8 @@ __device__ __forceinline__ void store_cluster_async(uint32_t address, int rank, 
 #endif
 }
 
-// `bytes` (a multiple of 16, both ends 16-byte aligned) of this block's shared memory at `source` to
-// `target` of block `rank`'s, counted on the barrier at `barrier` there.
+// `bytes` (a multiple of 16, both ends 16-byte aligned) of this block's shared memory at `source`
+// to `target` of block `rank`'s, counted on the barrier at `barrier` there.
 __device__ __forceinline__ void copy_cluster_async(uint32_t target, uint32_t source, uint32_t bytes,
                                                    int rank, uint32_t barrier) {
 #if NVFP4_WGMMA

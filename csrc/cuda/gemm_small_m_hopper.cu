@@ -42,9 +42,10 @@ constexpr int kChunkTiles = kHopperChunk / kBlockSize / kTileCols;
 constexpr int kLaneK = kHopperChunk / 4;  // consecutive k of a lane
 constexpr int kRowsPerLane = 4;           // j
 constexpr int kStripRows = kHopperStripRows;
-constexpr int kStagerWarps = 4;
-constexpr uint32_t kHeldBack = 1800;  // cycles between the first stage's copies and the second's
-constexpr int kStagerRegisters = 104, kMultiplierRegisters = 136;  // packed A, wgmma; else 128
+constexpr int kStagerWarps = 4, kSchedulers = 4;
+// Cycles from the copies of one warp's first stage to those of the next in its scheduler, and to
+// those of its second stage.
+constexpr uint32_t kTurn = 600, kHeldBack = 1800;
 constexpr int kThreads = (kHopperWarps + kStagerWarps) * kWarpSize;
 constexpr uint32_t kCodesBytes = kStripRows * kRowBytes;  // of a warp's stage
 constexpr uint32_t kScalesBytes = kChunkTiles * 8 * kVectorBytes;
@@ -533,8 +534,8 @@ __device__ __forceinline__ void multiply(WeightRing& b, int chunk, int steps, in
 // rows are past m is looked at.
 //
 // Up to 16 rows of A each lane sends its own sums. With more of them that takes the time of a step
-// or two, and a warp's sums go from its ring as one copy, or as many as there are blocks to add them
-// up. So its rows have places beside each other there; else neighbours in n have.
+// or two, and a warp's sums go from its ring as one copy, or as many as there are blocks to add
+// them up. So its rows have places beside each other there; else neighbours in n have.
 
 template <int kTiles>
 struct Sums {
@@ -670,6 +671,11 @@ __device__ __forceinline__ void finish(const Args& a, int64_t first, int own, in
   }
 }
 
+__device__ __forceinline__ void hold_until(uint32_t began, uint32_t cycles) {
+  while (clock_ticks() - began < cycles) {
+  }
+}
+
 template <typename T, bool kPackedA, int kTiles>
 __global__ void __launch_bounds__(kThreads, 1) small_m_hopper_kernel(const Args all) {
   if (NVFP4_WGMMA) {  // else an empty kernel, see kHasHopperKernels
@@ -706,7 +712,6 @@ __global__ void __launch_bounds__(kThreads, 1) small_m_hopper_kernel(const Args 
     float alpha;  // loaded where there is something else to wait for
     let_next_kernel_start();
     if (warp >= kHopperWarps) {
-      if (kByGroup<kTiles> && kPackedA) give_registers<kStagerRegisters>();
       Staged stager(a, first, chunks, slots, barriers);
       wait_for_kernel_ahead();
       stager.start();
@@ -716,20 +721,23 @@ __global__ void __launch_bounds__(kThreads, 1) small_m_hopper_kernel(const Args 
       alpha = load_scalar(a.gemm.alpha);
       cluster_wait();
     } else {
-      if (kByGroup<kTiles> && kPackedA) take_registers<kMultiplierRegisters>();
       const int k_group = warp >> a.strip_shift, strip = warp - (k_group << a.strip_shift);
       const int steps = (chunks - k_group + a.k_groups - 1) / a.k_groups;
       const int first_of_group = first + k_group;
       const uint32_t ring = shared + Place::kStages + warp * Ring::kStages * kStageBytes;
       WeightRing b(a, first_strip + strip, lane, first_of_group, steps, ring, Ring::kStages);
       wait_for_kernel_ahead();
-      const uint32_t began = clock_ticks();
-      b.issue();
-      __syncthreads();  // before all the copies: A waits for it too
+      // By turns: were all of it asked for at once, the first chunk would come as late as the last,
+      // and A's behind them.
+      const uint32_t began = clock_ticks(), turn = warp / kSchedulers * kTurn;
+      if (turn == 0) b.issue();
+      __syncthreads();  // A's first loads are under way
       cluster_arrive_relaxed();
-      // The copies of the first stages, and A, would wait for all of the second ones.
-      while (clock_ticks() - began < kHeldBack) {
+      if (turn != 0) {
+        hold_until(began, turn);
+        b.issue();
       }
+      hold_until(began, turn + kHeldBack);
 #pragma unroll
       for (int s = 1; s < Ring::kStages; ++s) b.issue();
       Accumulators<kTiles> acc = {};
@@ -749,8 +757,8 @@ __global__ void __launch_bounds__(kThreads, 1) small_m_hopper_kernel(const Args 
     } else {
       __syncthreads();
     }
-    const int64_t first_row = int64_t{first_strip / kHopperTileStrips} * kTileRows +
-                              first_strip % kHopperTileStrips * 8;
+    const int64_t first_row =
+        int64_t{first_strip / kHopperTileStrips} * kTileRows + first_strip % kHopperTileStrips * 8;
     finish<kTiles>(
         a, first_row, rank * a.share, places, sets, alpha,
         reinterpret_cast<const float*>(dynamic_shared() + (shared - start) + Place::kSums));
@@ -829,7 +837,8 @@ void describe_device(const Device& device, DeviceEntry& e) {
   e.device.resident[1] = device.sm_count;
   for (int c = 2; c <= kHopperMaxCluster; ++c) {
     std::array<cudaLaunchAttribute, 2> attributes = {};
-    const cudaLaunchConfig_t config = launch_config(c, c, shared_bytes(4, kHopperWarps), nullptr, attributes);
+    const cudaLaunchConfig_t config =
+        launch_config(c, c, shared_bytes(4, kHopperWarps), nullptr, attributes);
     int clusters = 0;
     if (cudaOccupancyMaxActiveClusters(&clusters, small_m_hopper_kernel<__half, true, 4>,
                                        &config) != cudaSuccess) {
@@ -878,9 +887,9 @@ void launch_planned(const SmallMParams& p, const HopperPlan& plan, cudaStream_t 
 }
 
 const HopperPlan& find_plan(const SmallMParams& p, const Device& device) {
-  static thread_local Recent<6, HopperPlan> found;
+  static thread_local Recent<5, HopperPlan> found;
   const bool packed = p.a_scale != nullptr;
-  return found.find({hopper_tiles(p.m), hopper_slices(p.m), p.n, p.k, packed, device.index}, [&] {
+  return found.find({p.m, p.n, p.k, packed, device.index}, [&] {
     return plan_hopper(p.m, p.n, p.k, packed, device_entry(device).device);
   });
 }
