@@ -3,10 +3,10 @@
 //
 //   out (m, n) = T(fma(alpha, acc, bias)),  acc = sum_k A[m, k] B[n, k] in FP32
 //
-// What bounds it is first the bandwidth of B, then its schedulers: 20 instructions decode a word,
-// and each mma.sync holds a scheduler up for six cycles, whatever else is ready. From 17 rows of A
-// on wgmma, with B's fragments as its register operand, takes less of them. What is left is to
-// start early and to end fast:
+// What bounds it is its schedulers, close to the bandwidth of B: 20 instructions decode a word, and
+// each mma.sync holds a scheduler up for six cycles, whatever else is ready. From 17 rows of A on
+// wgmma, with B's fragments as its register operand, takes less of them. What is left is to start
+// early and to end fast:
 // - A warp brings B's rows by cp.async in whole lines of 128 bytes, 256 k, into a ring in shared
 //   memory that it has to itself: 32 rows, n = 128 tile + 8 w + g + 32 j for g < 8, j < 4, and
 //   their scales, four tiles of 128x4. Lane (g, t) multiplies 64 consecutive k of each of its four
@@ -15,7 +15,8 @@
 // - Warps of their own lay A out in shared memory, decoded where it is packed, in a ring of chunks
 //   of 256 k that all warps of the block read: for each eight k of a lane 16 bytes, in the order
 //   in which the tensor cores take them (see decode8_split). Their first loads go ahead of most of
-//   B's, behind which they would wait for microseconds.
+//   B's, behind which they would wait for microseconds; and B's first copies go by turns, so that
+//   each scheduler has a warp with a chunk to multiply early.
 // - Twelve warps share a block, all beside each other along n, or four, two or one of them, the
 //   others along k. The blocks of a cluster split k. Each warp sends its sums straight to the block
 //   that adds them up, in a fixed order: the same bytes in every run. A NaN scale of row n reaches
