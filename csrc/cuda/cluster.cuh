@@ -55,6 +55,22 @@ __device__ __forceinline__ void store_cluster_async(uint32_t address, int rank, 
 #endif
 }
 
+// `bytes` (a multiple of 16, both ends 16-byte aligned) of this block's shared memory at `source`
+// to `target` of block `rank`'s, counted on the barrier at `barrier` there.
+__device__ __forceinline__ void copy_cluster_async(uint32_t target, uint32_t source, uint32_t bytes,
+                                                   int rank, uint32_t barrier) {
+#if NVFP4_WGMMA
+  asm volatile(
+      "{.reg .u32 there, counted;\n"
+      "mapa.shared::cluster.u32 there, %0, %3;\n"
+      "mapa.shared::cluster.u32 counted, %4, %3;\n"
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [there], [%1], %2, "
+      "[counted];}" ::"r"(target),
+      "r"(source), "r"(bytes), "r"(rank), "r"(barrier)
+      : "memory");
+#endif
+}
+
 }  // namespace nvfp4::cuda
 
 #endif

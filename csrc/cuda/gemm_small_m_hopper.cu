@@ -3,10 +3,10 @@
 //
 //   out (m, n) = T(fma(alpha, acc, bias)),  acc = sum_k A[m, k] B[n, k] in FP32
 //
-// What bounds it is first the bandwidth of B, then its schedulers: 20 instructions decode a word,
-// and each mma.sync holds a scheduler up for six cycles, whatever else is ready. From 17 rows of A
-// on wgmma, with B's fragments as its register operand, takes less of them. What is left is to
-// start early and to end fast:
+// What bounds it is its schedulers, close to the bandwidth of B: 20 instructions decode a word, and
+// each mma.sync holds a scheduler up for six cycles, whatever else is ready. From 17 rows of A on
+// wgmma, with B's fragments as its register operand, takes less of them. What is left is to start
+// early and to end fast:
 // - A warp brings B's rows by cp.async in whole lines of 128 bytes, 256 k, into a ring in shared
 //   memory that it has to itself: 32 rows, n = 128 tile + 8 w + g + 32 j for g < 8, j < 4, and
 //   their scales, four tiles of 128x4. Lane (g, t) multiplies 64 consecutive k of each of its four
@@ -15,10 +15,12 @@
 // - Warps of their own lay A out in shared memory, decoded where it is packed, in a ring of chunks
 //   of 256 k that all warps of the block read: for each eight k of a lane 16 bytes, in the order
 //   in which the tensor cores take them (see decode8_split). Their first loads go ahead of most of
-//   B's, behind which they would wait for microseconds.
-// - Three groups of four warps share a block: beside each other along n, or along k. The blocks of
-//   a cluster split k. Each warp sends its sums straight to the block that adds them up, in a fixed
-//   order: the same bytes in every run. A NaN scale of row n reaches row n of B's products only.
+//   B's, behind which they would wait for microseconds; and B's first copies go by turns, so that
+//   each scheduler has a warp with a chunk to multiply early.
+// - Twelve warps share a block, all beside each other along n, or four, two or one of them, the
+//   others along k. The blocks of a cluster split k. Each warp sends its sums straight to the block
+//   that adds them up, in a fixed order: the same bytes in every run. A NaN scale of row n reaches
+//   row n of B's products only.
 // - A block takes at most 32 rows of A; more are slices, rows of the grid, that read B again.
 // - The next kernel of the stream may be launched while this one runs, and this one may have been:
 //   whatever comes before wait_for_kernel_ahead touches no global memory.
@@ -40,15 +42,19 @@ constexpr int kRowBytes = kHopperChunk / 2;  // of a row of B, a chunk
 constexpr int kChunkTiles = kHopperChunk / kBlockSize / kTileCols;
 constexpr int kLaneK = kHopperChunk / 4;  // consecutive k of a lane
 constexpr int kRowsPerLane = 4;           // j
-constexpr int kStripRows = 8 * kRowsPerLane;
-constexpr int kGroupWarps = 4;
-constexpr int kGroupThreads = kGroupWarps * kWarpSize;
-constexpr int kThreads = (kHopperGroups + 1) * kGroupThreads;
+constexpr int kStripRows = kHopperStripRows;
+constexpr int kStagerWarps = 4, kSchedulers = 4;
+// Cycles from the copies of one warp's first stage to those of the next in its scheduler, and to
+// those of its second stage.
+constexpr uint32_t kTurn = 600, kHeldBack = 1800;
+constexpr int kThreads = (kHopperWarps + kStagerWarps) * kWarpSize;
 constexpr uint32_t kCodesBytes = kStripRows * kRowBytes;  // of a warp's stage
 constexpr uint32_t kScalesBytes = kChunkTiles * 8 * kVectorBytes;
 constexpr uint32_t kStageBytes = kCodesBytes + kScalesBytes;
 constexpr uint32_t kFragmentBytes = kWarpSize * kVectorBytes;  // A: eight rows, eight k a lane
 constexpr uint32_t kAtomBytes = 1024;                          // A for wgmma: eight rows, 64 k
+
+static_assert(kStripRows == 8 * kRowsPerLane);
 
 // From 32 rows of A on a warpgroup's product takes less of its warps' time than theirs one by one.
 template <int kTiles>
@@ -61,7 +67,11 @@ constexpr int kShareShift = 22;
 
 struct Args {
   SmallMParams gemm;
-  int row_groups;  // groups of warps beside each other along n: 1 or kHopperGroups
+  int strips;       // warps beside each other along n
+  int strip_shift;  // log2 of that, or more than any warp has bits where it is all of them
+  int k_groups;     // warps along k
+  int slot_shift;   // log2 of the chunks of A in shared memory
+  int span_shift;   // log2 of the rows beside each other that a block has: 8 of each strip, or 32
   int cluster;
   int chunks,
       longer;  // of k: a block has `chunks`, the first `longer` blocks of a cluster one more
@@ -76,6 +86,11 @@ struct Args {
 
 // t of a lane that has sums of any of m rows of A.
 __device__ __forceinline__ int pairs_of(int m) { return min(4, (m + 1) / 2); }
+
+template <int kTiles>
+__device__ __forceinline__ int slot_shift(const Args& a) {
+  return kTiles == 4 ? hopper_slot_shift(4, 4) : a.slot_shift;
+}
 
 // A block's rows of A: those of its row of the grid.
 __device__ __forceinline__ Args slice_of(Args a) {
@@ -93,14 +108,14 @@ template <int kTiles>
 struct Layout {
   using Ring = HopperRing<kTiles>;
   static constexpr uint32_t kSlotBytes = 8 * kTiles * kFragmentBytes;  // a chunk of A
-  static constexpr uint32_t kSlots = 0;
-  static constexpr uint32_t kStages = kSlots + Ring::kSlots * kSlotBytes;
-  static constexpr uint32_t kSums =
-      kStages + kHopperGroups * kGroupWarps * Ring::kStages * kStageBytes;
-  static constexpr uint32_t kBarriers = kSums + hopper_sums_bytes(8 * kTiles);
+  static constexpr uint32_t kStages = 0;
+  static constexpr uint32_t kSums = kStages + kHopperWarps * Ring::kStages * kStageBytes;
+  static constexpr uint32_t kBarriers = kSums + hopper_sums_bytes(kTiles);
   static constexpr uint32_t kReceived = kBarriers + Ring::kSlots * 16;
-  static constexpr uint32_t kBytes = kReceived + 16 + kAtomBytes;  // from a multiple of it on
-  static_assert(kBytes <= kHopperShared);
+  // From a multiple of an atom on, as all of it is; fewer where a plan has fewer.
+  static constexpr uint32_t kSlots = (kReceived + 16 + kAtomBytes - 1) / kAtomBytes * kAtomBytes;
+  static constexpr uint32_t bytes(int slots) { return kSlots + slots * kSlotBytes + kAtomBytes; }
+  static_assert(bytes(Ring::kSlots) <= kHopperShared);
 };
 
 __device__ __forceinline__ uint32_t word(const uint4& v, int i) {
@@ -166,10 +181,42 @@ struct Unit {
   }
 };
 
+// Packed, up to eight rows: those, 16 k a lane.
+template <typename T>
+struct Unit<T, true, 1> {
+  static constexpr int kWarps = 4;
+  static constexpr int kOfChunk = 1;
+  static constexpr int kBatch = 4;
+  uint2 codes;
+  uint32_t scale;
+
+  __device__ __forceinline__ static int first_k(int warp, int lane) {
+    return lane % 4 * kLaneK + warp * kBlockSize;
+  }
+  __device__ __forceinline__ void load(const Args& a, int, int chunk, int warp, int lane) {
+    const SmallMParams& q = a.gemm;
+    const int k = min(chunk * kHopperChunk + first_k(warp, lane), a.k - kBlockSize);
+    const int64_t m = q.a_row_begin + min(lane / 4, a.m - 1);
+    codes = load_pair_before(static_cast<const uint8_t*>(q.a) + (m * a.k + k) / 2);
+    scale = load_byte_before(q.a_scale + swizzled_offset(m, k / kBlockSize, a.tiles_per_row));
+  }
+  __device__ __forceinline__ void store(const Args& a, uint32_t slot, int, int chunk, int warp,
+                                        int lane) const {
+    if (lane / 4 >= a.m) return;
+    const bool past = chunk * kHopperChunk + first_k(warp, lane) >= a.k;
+    uint32_t s[2], r[4];
+    scale_pairs(past ? 0 : scale, s, T{});
+    decode8_split<T>(codes.x, s[0], r);
+    store_pairs<1>(slot, 2 * warp, lane / 4, lane % 4, r);
+    decode8_split<T>(codes.y, s[0], r);
+    store_pairs<1>(slot, 2 * warp + 1, lane / 4, lane % 4, r);
+  }
+};
+
 // Packed: units of eight rows, 32 k a lane.
 template <typename T, int kTiles>
 struct Unit<T, true, kTiles> {
-  static constexpr int kWarps = kTiles == 1 ? 2 : 4;
+  static constexpr int kWarps = 4;
   static constexpr int kOfChunk = 2 * kTiles / kWarps;
   static constexpr int kBatch = 4;
   uint4 codes;
@@ -206,9 +253,7 @@ struct Unit<T, true, kTiles> {
 template <typename T, bool kPackedA, int kTiles>
 struct Stager {
   using U = Unit<T, kPackedA, kTiles>;
-  static constexpr int kSlots = HopperRing<kTiles>::kSlots;
   static constexpr int kArrivals = U::kWarps * kWarpSize;
-  static_assert(kSlots >= kHopperGroups);
 
   const Args& a;
   int first, chunks, warp, lane;
@@ -220,7 +265,7 @@ struct Stager {
       : a(args),
         first(first_chunk),
         chunks(count),
-        warp(static_cast<int>(threadIdx.x) / kWarpSize % kGroupWarps),
+        warp(static_cast<int>(threadIdx.x) / kWarpSize - kHopperWarps),
         lane(static_cast<int>(threadIdx.x) % kWarpSize),
         slots(slots_at),
         barriers(barriers_at) {}
@@ -239,9 +284,10 @@ struct Stager {
   __device__ __forceinline__ void store(int unit) {
 #pragma unroll
     for (int i = 0; i < U::kBatch; ++i) {
-      const int u = (unit + i) % U::kOfChunk, c = (unit + i) / U::kOfChunk, slot = c % kSlots;
+      const int u = (unit + i) % U::kOfChunk, c = (unit + i) / U::kOfChunk;
+      const int shift = slot_shift<kTiles>(a), slot = c & ((1 << shift) - 1);
       if (c >= chunks) return;
-      if (u == 0) barrier_wait(barriers + slot * 16 + 8, (c / kSlots + 1) & 1);
+      if (u == 0) barrier_wait(barriers + slot * 16 + 8, ((c >> shift) + 1) & 1);
       batch[kWhich][i].store(a, slots + slot * Layout<kTiles>::kSlotBytes, u, first + c, warp,
                              lane);
       if (u == U::kOfChunk - 1) {
@@ -251,14 +297,26 @@ struct Stager {
     }
   }
 
-  // Once load<0>(0) is under way.
+  // What goes ahead of run().
+  __device__ __forceinline__ void start() {
+    load<0>(0);
+    if (kByGroup<kTiles>) load<1>(U::kBatch);
+  }
   __device__ __forceinline__ void run() {
-    if (warp >= U::kWarps) return;
     for (int unit = 0; unit < chunks * U::kOfChunk; unit += 2 * U::kBatch) {
-      load<1>(unit + U::kBatch);
-      store<0>(unit);
-      load<0>(unit + 2 * U::kBatch);
-      store<1>(unit + U::kBatch);
+      if constexpr (kByGroup<kTiles>) {
+        // The fence behind a chunk waits for whatever is loaded meanwhile, too: so that it is
+        // nothing, both batches are loaded at once.
+        store<0>(unit);
+        store<1>(unit + U::kBatch);
+        load<0>(unit + 2 * U::kBatch);
+        load<1>(unit + 3 * U::kBatch);
+      } else {
+        load<1>(unit + U::kBatch);
+        store<0>(unit);
+        load<0>(unit + 2 * U::kBatch);
+        store<1>(unit + U::kBatch);
+      }
     }
   }
 };
@@ -274,10 +332,11 @@ struct WeightRing {
   uint32_t code_target[2], scale_target, scale_row;
 
   // Lane (r, p): 16-byte piece p of rows r, r + 4, ... of the warp's 32, and of scale tile r.
-  __device__ WeightRing(const Args& a, int tile, int w, int lane, int first, int k_groups,
-                        int steps, uint32_t ring, int stages) {
+  __device__ WeightRing(const Args& a, int strip, int lane, int first, int steps, uint32_t ring,
+                        int stages) {
     const SmallMParams& q = a.gemm;
     const int r = lane / 8, p = lane % 8;
+    const int tile = strip / kHopperTileStrips, w = strip % kHopperTileStrips;
     const int read = min(tile, a.row_tiles - 1);  // past the end: as the last, dropped
     const int last = read == a.row_tiles - 1 ? a.last_row : kTileRows - 1;
     const uint32_t pitch = static_cast<uint32_t>(a.k) / 2;
@@ -292,7 +351,7 @@ struct WeightRing {
     k_left = a.k - first * kHopperChunk - p * 32;
     scale_k_left = a.k - first * kHopperChunk - r * kLaneK;
     to_issue = steps;
-    k_step = k_groups * kHopperChunk;
+    k_step = a.k_groups * kHopperChunk;
     begin = filling = reading = ring;
     end = ring + stages * kStageBytes;
     code_target[0] = r * kRowBytes + (p ^ r) * kVectorBytes;
@@ -420,9 +479,9 @@ __device__ __forceinline__ void multiply_half_by_group(int v, const uint4 (&code
 // Chunks [chunk, chunk + k_groups, ...) of the block's, `steps` of them; b has its first under way.
 template <typename T, int kTiles>
 __device__ __forceinline__ void multiply(WeightRing& b, int chunk, int steps, int k_groups,
-                                         int k_left, int g, int t, uint32_t slots,
+                                         int k_left, int g, int t, uint32_t slots, int slots_shift,
                                          uint32_t barriers, Accumulators<kTiles>& acc) {
-  constexpr int kSlots = HopperRing<kTiles>::kSlots, kStages = HopperRing<kTiles>::kStages;
+  constexpr int kStages = HopperRing<kTiles>::kStages;
   const int lane = 4 * g + t;
   [[maybe_unused]] uint32_t fragments[2][2][4];
   for (int step = 0; step < steps; ++step) {
@@ -435,9 +494,9 @@ __device__ __forceinline__ void multiply(WeightRing& b, int chunk, int steps, in
       scales.z &= 0xFFFFu;
       scales.w &= 0xFFFFu;
     }
-    const int slot = chunk % kSlots;
+    const int slot = chunk & ((1 << slots_shift) - 1);
     const uint32_t activations = slots + slot * Layout<kTiles>::kSlotBytes;
-    barrier_wait(barriers + slot * 16, chunk / kSlots & 1);
+    barrier_wait(barriers + slot * 16, chunk >> slots_shift & 1);
 #pragma unroll
     for (int v = 0; v < 2; ++v) {
       uint4 codes[kRowsPerLane];
@@ -469,17 +528,59 @@ __device__ __forceinline__ void multiply(WeightRing& b, int chunk, int steps, in
 
 // ------------------------------------------------------------------------------------ reduction
 //
-// Block r of a cluster adds up the rows [r share, (r + 1) share) of the block's rows of B. It
-// receives, as lanes have them, [block of the cluster][group along k][t][row of B] the 2 kTiles
-// sums of A's rows 8 i + 2 t + c, i < kTiles, c < 2; no t of which all rows are past m.
+// A block's rows of B have places, and block r of a cluster adds up the places [r share, (r + 1)
+// share): it receives [block of the cluster][warp along k][place] a row's 8 kTiles sums, in the
+// order t, i < kTiles, c < 2 of A's rows 8 i + 2 t + c, in vectors of four; those of every other
+// place, or every other two, are exclusive-ored, so that no bank is met twice. No t of which all
+// rows are past m is looked at.
+//
+// Up to 16 rows of A each lane sends its own sums. With more of them that takes the time of a step
+// or two, and a warp's sums go from its ring as one copy, or as many as there are blocks to add
+// them up. So its rows have places beside each other there; else neighbours in n have.
 
 template <int kTiles>
 struct Sums {
-  static constexpr int kOfRow = 2 * kTiles;
-  static constexpr int kVector = kTiles == 1 ? 2 : 4;  // sent and read at a time
-  static constexpr int kVectors = kOfRow / kVector;
-  using Vector = std::conditional_t<kVector == 2, float2, float4>;
+  static constexpr bool kByCopy = kTiles == 4;
+  static constexpr int kRowBytes = 32 * kTiles, kVectors = 2 * kTiles, kLaneBytes = 8 * kTiles;
+  static_assert(kStripRows * kRowBytes <= HopperRing<kTiles>::kStages * kStageBytes);
+
+  // From a row's start; in_warp: 8 j + g.
+  __device__ __forceinline__ static uint32_t vector_at(int vector, int in_warp) {
+    return (vector ^ in_warp % 8 * kVectors / 8) * kVectorBytes;
+  }
 };
+
+// Where row 8 j + g of a warp's is.
+template <int kTiles>
+__device__ __forceinline__ int place_of(const Args& a, int strip, int j, int g) {
+  if (Sums<kTiles>::kByCopy) return strip * kStripRows + 8 * j + g;
+  return strip / kHopperTileStrips * kTileRows + (j << a.span_shift) +
+         strip % kHopperTileStrips * 8 + g;
+}
+// Which row that is, from the block's first.
+template <int kTiles>
+__device__ __forceinline__ int row_at(const Args& a, int place) {
+  if (Sums<kTiles>::kByCopy) {
+    const int strip = place / kStripRows;
+    return strip / kHopperTileStrips * kTileRows + place % kStripRows / 8 * kStripRows +
+           strip % kHopperTileStrips * 8 + place % 8;
+  }
+  return (place >> a.span_shift) * kStripRows + (place & ((1 << a.span_shift) - 1));
+}
+
+// The sums of row j that begin with tile i, two or four.
+template <int kTiles>
+__device__ __forceinline__ void pick_sums(const Accumulators<kTiles>& acc, int j, int i,
+                                          float (&v)[2]) {
+  v[0] = acc.c[j / 2][i][j % 2 * 2];
+  v[1] = acc.c[j / 2][i][j % 2 * 2 + 1];
+}
+template <int kTiles>
+__device__ __forceinline__ void pick_sums(const Accumulators<kTiles>& acc, int j, int i,
+                                          float (&v)[4]) {
+#pragma unroll
+  for (int x = 0; x < 4; ++x) v[x] = acc.c[j / 2][i + x / 2][j % 2 * 2 + x % 2];
+}
 
 __device__ __forceinline__ void store_sums(uint32_t at, const float (&v)[2]) {
   store_shared_word(at, __float_as_uint(v[0]));
@@ -490,66 +591,89 @@ __device__ __forceinline__ void store_sums(uint32_t at, const float (&v)[4]) {
                               __float_as_uint(v[3])));
 }
 
+// A warp's sums. set: where its set begins, in each block; ring: its own shared memory.
 template <int kTiles>
-__device__ __forceinline__ void send_sums(const Args& a, int rank, int k_groups, int k_group,
-                                          int row_group, int w, int g, int t, uint32_t sums,
-                                          uint32_t received, const Accumulators<kTiles>& acc) {
+__device__ __forceinline__ void send_sums(const Args& a, int strip, int g, int t, uint32_t set,
+                                          uint32_t ring, uint32_t received,
+                                          const Accumulators<kTiles>& acc) {
   using S = Sums<kTiles>;
-  if (t >= a.pairs) return;
-  const uint32_t set = sums + ((rank * k_groups + k_group) * a.pairs + t) * a.share * S::kOfRow * 4;
+  constexpr int kVector = kTiles == 1 ? 2 : 4;  // sums at a time
+  const bool by_copy = S::kByCopy && a.cluster > 1;
+  if (by_copy || t < a.pairs) {
 #pragma unroll
-  for (int j = 0; j < kRowsPerLane; ++j) {
-    const uint32_t row = row_group * kTileRows + 32 * j + 8 * w + g;
-    const uint32_t owner = row * a.per_share >> kShareShift;
-    const uint32_t target = set + (row - owner * a.share) * S::kOfRow * 4;
+    for (int j = 0; j < kRowsPerLane; ++j) {
+      const uint32_t place = place_of<kTiles>(a, strip, j, g);
+      const uint32_t owner = place * a.per_share >> kShareShift;
+      const uint32_t row = by_copy ? ring + (8 * j + g) * S::kRowBytes
+                                   : set + (place - owner * a.share) * S::kRowBytes;
 #pragma unroll
-    for (int v = 0; v < S::kVectors; ++v) {
-      float sent[S::kVector];
-#pragma unroll
-      for (int x = 0; x < S::kVector; ++x) {
-        sent[x] = acc.c[j / 2][(v * S::kVector + x) / 2][j % 2 * 2 + x % 2];
-      }
-      const uint32_t at = target + v * S::kVector * 4;
-      if (a.cluster > 1) {
-        store_cluster_async(at, static_cast<int>(owner), sent, received);
-      } else {
-        store_sums(at, sent);
+      for (int i = 0; i < kTiles; i += kVector / 2) {
+        float sent[kVector];
+        pick_sums(acc, j, i, sent);
+        const int byte = t * S::kLaneBytes + i * 8;
+        const uint32_t at =
+            row + S::vector_at(byte / kVectorBytes, 8 * j + g) + byte % kVectorBytes;
+        if (by_copy || a.cluster == 1) {
+          store_sums(at, sent);
+        } else {
+          store_cluster_async(at, static_cast<int>(owner), sent, received);
+        }
       }
     }
   }
+  if (!by_copy) return;
+  fence_shared_for_wgmma();
+  __syncwarp();
+  const int first = strip * kStripRows;
+  const int owner = static_cast<int>(first * a.per_share >> kShareShift) + 4 * g + t;
+  const int begin = max(first, owner * a.share);
+  const int end = min(first + kStripRows, (owner + 1) * a.share);
+  if (begin < end) {
+    copy_cluster_async(set + (begin - owner * a.share) * S::kRowBytes,
+                       ring + (begin - first) * S::kRowBytes, (end - begin) * S::kRowBytes, owner,
+                       received);
+  }
 }
 
-// Adds the sets in ascending order, applies the epilogue, stores. first: of this block's rows of B.
+// Adds the sets in ascending order, applies the epilogue, stores. first: the block's first row of
+// B; own: this one's first place, `places` of them.
 template <int kTiles>
-__device__ __forceinline__ void finish(const Args& a, int64_t first, int rows, int sets,
+__device__ __forceinline__ void finish(const Args& a, int64_t first, int own, int places, int sets,
                                        float alpha, const float* sums) {
   using S = Sums<kTiles>;
   const SmallMParams& q = a.gemm;
 
-  const int set = a.pairs * a.share * S::kOfRow;
-  for (uint32_t e = threadIdx.x; e < static_cast<uint32_t>(a.pairs * S::kVectors * a.share);
-       e += kThreads) {
-    const int part = static_cast<int>(e * a.per_share >> kShareShift);
-    const int r = static_cast<int>(e) - part * a.share, t = part / S::kVectors;
-    if (r >= rows || first + r >= q.n) continue;
-    const float* at = sums + (t * a.share + r) * S::kOfRow + part % S::kVectors * S::kVector;
-    float acc[S::kVector] = {};
+  const int set = a.share * S::kRowBytes / 4;
+  const int vectors = (a.pairs * kTiles + 1) / 2;
+  for (uint32_t e = threadIdx.x; e < static_cast<uint32_t>(vectors * a.share); e += kThreads) {
+    const int vector = static_cast<int>(e * a.per_share >> kShareShift);
+    const int place = static_cast<int>(e) - vector * a.share;
+    const int row = row_at<kTiles>(a, own + place);
+    const int64_t n = first + row;
+    if (place >= places || n >= q.n) continue;
+    const float* at = sums + (place * S::kRowBytes + S::vector_at(vector, row)) / 4;
+    float acc[4] = {};
+#pragma unroll 4
     for (int s = 0; s < sets; ++s) {
-      const typename S::Vector got = *reinterpret_cast<const typename S::Vector*>(at + s * set);
+      const float4 got = *reinterpret_cast<const float4*>(at + s * set);
       acc[0] += got.x;
       acc[1] += got.y;
-      if constexpr (S::kVector == 4) {
-        acc[2] += got.z;
-        acc[3] += got.w;
-      }
+      acc[2] += got.z;
+      acc[3] += got.w;
     }
-    const float bias = q.bias ? load_as_float(q.bias, q.bias_type, first + r) : 0.0f;
+    const float bias = q.bias ? load_as_float(q.bias, q.bias_type, n) : 0.0f;
 #pragma unroll
-    for (int x = 0; x < S::kVector; ++x) {
-      const int i = (part % S::kVectors * S::kVector + x) / 2, m = 8 * i + 2 * t + x % 2;
+    for (int x = 0; x < 4; ++x) {
+      const int sum = 4 * vector + x, t = sum / (2 * kTiles), i = sum % (2 * kTiles) / 2;
+      const int m = 8 * i + 2 * t + x % 2;
       if (m >= a.m) continue;
-      store_one(q.out, q.out_type, m * q.n + first + r, fma_rn(alpha, acc[x] * a.unit, bias));
+      store_one(q.out, q.out_type, m * q.n + n, fma_rn(alpha, acc[x] * a.unit, bias));
     }
+  }
+}
+
+__device__ __forceinline__ void hold_until(uint32_t began, uint32_t cycles) {
+  while (clock_ticks() - began < cycles) {
   }
 }
 
@@ -567,64 +691,80 @@ __global__ void __launch_bounds__(kThreads, 1) small_m_hopper_kernel(const Args 
     const uint32_t received = shared + Place::kReceived;
     const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / kWarpSize, 0);
     const int lane = static_cast<int>(threadIdx.x) % kWarpSize, g = lane / 4, t = lane % 4;
-    const int group = warp / kGroupWarps, w = warp % kGroupWarps;
     const int rank = a.cluster > 1 ? cluster_rank() : 0;
     const int block = static_cast<int>(a.cluster > 1 ? cluster_index() : blockIdx.x);
     const int first = rank * a.chunks + min(rank, a.longer);
     const int chunks = a.chunks + (rank < a.longer ? 1 : 0);
-    const bool beside = a.row_groups > 1;
-    const int row_group = beside ? group : 0, k_group = beside ? 0 : group;
-    const int k_groups = beside ? 1 : kHopperGroups;
-    const int sets = a.cluster * k_groups;
-    const int own_rows = max(min(a.share, a.row_groups * kTileRows - rank * a.share), 0);
+    const int first_strip = block * a.strips;  // of all of B's
+    const int sets = a.cluster * a.k_groups;
+    const int places = max(min(a.share, a.strips * kStripRows - rank * a.share), 0);
 
     if (threadIdx.x == 0) {
       for (int s = 0; s < Ring::kSlots; ++s) {
         barrier_init(barriers + s * 16, Staged::kArrivals);
-        barrier_init(barriers + s * 16 + 8, kGroupWarps * a.row_groups);
+        barrier_init(barriers + s * 16 + 8, a.strips);
       }
       barrier_init(received, 1);
       fence_barrier_init();
+      const int lanes = Sums<kTiles>::kByCopy ? 4 : a.pairs;
       barrier_expect(received,
-                     static_cast<uint32_t>(own_rows * sets * a.pairs * Sums<kTiles>::kOfRow * 4));
+                     static_cast<uint32_t>(places * sets * lanes * Sums<kTiles>::kLaneBytes));
     }
     float alpha;  // loaded where there is something else to wait for
     let_next_kernel_start();
-    wait_for_kernel_ahead();
-    if (group == kHopperGroups) {
+    if (warp >= kHopperWarps) {
       Staged stager(a, first, chunks, slots, barriers);
-      stager.template load<0>(0);
+      wait_for_kernel_ahead();
+      stager.start();
       __syncthreads();
       cluster_arrive_relaxed();
       stager.run();
       alpha = load_scalar(a.gemm.alpha);
       cluster_wait();
     } else {
-      const int steps = (chunks - k_group + k_groups - 1) / k_groups;
+      const int k_group = warp >> a.strip_shift, strip = warp - (k_group << a.strip_shift);
+      const int steps = (chunks - k_group + a.k_groups - 1) / a.k_groups;
       const int first_of_group = first + k_group;
-      WeightRing b(a, block * a.row_groups + row_group, w, lane, first_of_group, k_groups, steps,
-                   shared + Place::kStages + warp * Ring::kStages * kStageBytes, Ring::kStages);
-      b.issue();
-      __syncthreads();  // before all the copies: A waits for it too
+      const uint32_t ring = shared + Place::kStages + warp * Ring::kStages * kStageBytes;
+      WeightRing b(a, first_strip + strip, lane, first_of_group, steps, ring, Ring::kStages);
+      wait_for_kernel_ahead();
+      // By turns: were all of it asked for at once, the first chunk would come as late as the last,
+      // and A's behind them.
+      const uint32_t began = clock_ticks(), turn = warp / kSchedulers * kTurn;
+      if (turn == 0) b.issue();
+      __syncthreads();  // A's first loads are under way
       cluster_arrive_relaxed();
+      if (turn != 0) {
+        hold_until(began, turn);
+        b.issue();
+      }
+      hold_until(began, turn + kHeldBack);
 #pragma unroll
       for (int s = 1; s < Ring::kStages; ++s) b.issue();
       Accumulators<kTiles> acc = {};
       const int k_left = a.k - first_of_group * kHopperChunk - t * kLaneK;
-      multiply<T, kTiles>(b, k_group, steps, k_groups, k_left, g, t, slots, barriers, acc);
+      multiply<T, kTiles>(b, k_group, steps, a.k_groups, k_left, g, t, slots, slot_shift<kTiles>(a),
+                          barriers, acc);
       alpha = load_scalar(a.gemm.alpha);
       cluster_wait();  // the others run: they may be sent something
-      send_sums<kTiles>(a, rank, k_groups, k_group, row_group, w, g, t, shared + Place::kSums,
-                        received, acc);
+      const uint32_t set =
+          shared + Place::kSums +
+          (rank * a.k_groups + k_group) * a.share * static_cast<uint32_t>(Sums<kTiles>::kRowBytes);
+      send_sums<kTiles>(a, strip, g, t, set, ring, received, acc);
     }
     if (a.cluster > 1) {
       barrier_wait(received, 0);
+      if (Sums<kTiles>::kByCopy) cluster_arrive_relaxed();
     } else {
       __syncthreads();
     }
+    const int64_t first_row =
+        int64_t{first_strip / kHopperTileStrips} * kTileRows + first_strip % kHopperTileStrips * 8;
     finish<kTiles>(
-        a, int64_t{block} * a.row_groups * kTileRows + rank * a.share, own_rows, sets, alpha,
+        a, first_row, rank * a.share, places, sets, alpha,
         reinterpret_cast<const float*>(dynamic_shared() + (shared - start) + Place::kSums));
+    // What is copied from here has arrived where everyone has got all.
+    if (Sums<kTiles>::kByCopy && a.cluster > 1) cluster_wait();
   }
 }
 
@@ -652,16 +792,20 @@ Kernel pick_kernel(const SmallMParams& p, int tiles) {
   throw std::runtime_error("gemm_small_m_hopper: A must be packed NVFP4, bfloat16 or float16");
 }
 
-uint32_t shared_bytes(int tiles) {
-  return tiles == 1 ? Layout<1>::kBytes : tiles == 2 ? Layout<2>::kBytes : Layout<4>::kBytes;
+// Of a plan with that many strips beside each other.
+uint32_t shared_bytes(int tiles, int strips) {
+  const int slots = 1 << hopper_slot_shift(tiles, strips);
+  return tiles == 1   ? Layout<1>::bytes(slots)
+         : tiles == 2 ? Layout<2>::bytes(slots)
+                      : Layout<4>::bytes(slots);
 }
 
-cudaLaunchConfig_t launch_config(int64_t blocks, int cluster, int tiles, cudaStream_t stream,
+cudaLaunchConfig_t launch_config(int64_t blocks, int cluster, uint32_t shared, cudaStream_t stream,
                                  std::array<cudaLaunchAttribute, 2>& attributes) {
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = shared_bytes(tiles);
+  config.dynamicSmemBytes = shared;
   config.stream = stream;
   attributes[0].id = cudaLaunchAttributeClusterDimension;
   attributes[0].val.clusterDim.x = static_cast<unsigned>(cluster);
@@ -687,14 +831,15 @@ void describe_device(const Device& device, DeviceEntry& e) {
                                 pick_kernel<__nv_bfloat16, false>(tiles)}) {
       check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                  cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 static_cast<int>(shared_bytes(tiles))),
+                                 static_cast<int>(shared_bytes(tiles, hopper_least_strips(tiles)))),
             "cudaFuncSetAttribute");
     }
   }
   e.device.resident[1] = device.sm_count;
   for (int c = 2; c <= kHopperMaxCluster; ++c) {
     std::array<cudaLaunchAttribute, 2> attributes = {};
-    const cudaLaunchConfig_t config = launch_config(c, c, 4, nullptr, attributes);
+    const cudaLaunchConfig_t config =
+        launch_config(c, c, shared_bytes(4, kHopperWarps), nullptr, attributes);
     int clusters = 0;
     if (cudaOccupancyMaxActiveClusters(&clusters, small_m_hopper_kernel<__half, true, 4>,
                                        &config) != cudaSuccess) {
@@ -715,7 +860,11 @@ const DeviceEntry& device_entry(const Device& device) {
 void launch_planned(const SmallMParams& p, const HopperPlan& plan, cudaStream_t stream) {
   Args a = {};
   a.gemm = p;
-  a.row_groups = plan.row_groups;
+  a.strips = plan.strips;
+  a.strip_shift = plan.strips == 1 ? 0 : plan.strips == 2 ? 1 : plan.strips == 4 ? 2 : 4;
+  a.k_groups = hopper_k_groups(plan.strips);
+  a.slot_shift = hopper_slot_shift(hopper_tiles(p.m), plan.strips);
+  a.span_shift = 3 + std::min(a.strip_shift, 2);
   a.cluster = plan.cluster;
   const int64_t chunks = ceil_div(p.k, kHopperChunk);
   a.chunks = static_cast<int>(chunks / plan.cluster);
@@ -732,23 +881,25 @@ void launch_planned(const SmallMParams& p, const HopperPlan& plan, cudaStream_t 
   a.tiles_per_row = static_cast<int>(ceil_div(p.k / kBlockSize, kTileCols));
   const int tiles = hopper_tiles(p.m);
   std::array<cudaLaunchAttribute, 2> attributes = {};
-  cudaLaunchConfig_t config =
-      launch_config(hopper_blocks(p.n, plan), plan.cluster, tiles, stream, attributes);
+  cudaLaunchConfig_t config = launch_config(hopper_blocks(p.n, plan), plan.cluster,
+                                            shared_bytes(tiles, plan.strips), stream, attributes);
   config.gridDim.y = static_cast<unsigned>(hopper_slices(p.m));
   check(cudaLaunchKernelEx(&config, pick_kernel(p, tiles), a), "gemm_small_m_hopper");
 }
 
-const HopperPlan& find_plan(int64_t m, int64_t n, int64_t k, const Device& device) {
+const HopperPlan& find_plan(const SmallMParams& p, const Device& device) {
   static thread_local Recent<5, HopperPlan> found;
-  return found.find({hopper_tiles(m), hopper_slices(m), n, k, device.index},
-                    [&] { return plan_hopper(m, n, k, device_entry(device).device); });
+  const bool packed = p.a_scale != nullptr;
+  return found.find({p.m, p.n, p.k, packed, device.index}, [&] {
+    return plan_hopper(p.m, p.n, p.k, packed, device_entry(device).device);
+  });
 }
 
 }  // namespace
 
 void gemm_small_m_hopper(const SmallMParams& p, Stream stream) {
   if (p.m == 0 || p.n == 0) return;
-  launch_planned(p, find_plan(p.m, p.n, p.k, current_device()), as_stream(stream));
+  launch_planned(p, find_plan(p, current_device()), as_stream(stream));
 }
 
 }  // namespace nvfp4::cuda

@@ -149,6 +149,13 @@ __device__ __forceinline__ void wait_for_kernel_ahead() {
 #endif
 }
 
+// Cycles of this multiprocessor, modulo 2^32.
+__device__ __forceinline__ uint32_t clock_ticks() {
+  uint32_t ticks;
+  asm volatile("mov.u32 %0, %%clock;" : "=r"(ticks)::"memory");
+  return ticks;
+}
+
 // What came before this, anywhere on the device and seen by this thread, is before what comes
 // after.
 __device__ __forceinline__ void fence_device() {

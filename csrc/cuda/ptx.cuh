@@ -187,6 +187,16 @@ __device__ __forceinline__ uint4 load_vector_before(const void* p) {
                : "memory");
   return v;
 }
+__device__ __forceinline__ uint2 load_pair_before(const void* p) {
+  uint2 v;
+  asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ uint32_t load_byte_before(const void* p) {
+  uint32_t v;
+  asm volatile("ld.global.u8 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
 __device__ __forceinline__ uint32_t load_half_before(const void* p) {
   uint16_t v;
   asm volatile("ld.global.u16 %0, [%1];" : "=h"(v) : "l"(p) : "memory");

@@ -44,6 +44,12 @@ void store_cluster_async(uint32_t address, int rank, const float (&v)[kCount], u
   std::memcpy(emulator::shared_memory(rank) + address, v, sizeof(v));
   emulator::bytes_arrived(rank, barrier, sizeof(v));
 }
+inline void copy_cluster_async(uint32_t address, uint32_t source, uint32_t bytes, int rank,
+                               uint32_t barrier) {
+  if (address % 16 || source % 16 || bytes % 16) std::abort();
+  std::memcpy(emulator::shared_memory(rank) + address, dynamic_shared() + source, bytes);
+  emulator::bytes_arrived(rank, barrier, static_cast<int>(bytes));
+}
 // What others have counted may be seen late: here, every other eight looks.
 inline unsigned load_acquire(const unsigned* p) {
   static unsigned looks = 0;

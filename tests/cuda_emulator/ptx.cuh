@@ -109,6 +109,12 @@ inline uint4 load_streaming(const void* p) {
 
 inline uint4 load_cached(const void* p) { return load_streaming(p); }
 inline uint4 load_vector_before(const void* p) { return load_streaming(p); }
+inline uint2 load_pair_before(const void* p) {
+  uint2 v;
+  std::memcpy(&v, p, sizeof(v));
+  return v;
+}
+inline uint32_t load_byte_before(const void* p) { return *static_cast<const uint8_t*>(p); }
 inline uint32_t load_half_before(const void* p) {
   uint16_t v;
   std::memcpy(&v, p, sizeof(v));

@@ -16,6 +16,10 @@ inline void barrier_arrive(int id, int threads) { emulator::arrive_named(id, thr
 inline void let_next_kernel_start() {}
 inline void wait_for_kernel_ahead() {}
 inline void fence_device() {}
+inline uint32_t clock_ticks() {
+  static uint32_t ticks = 0;
+  return ticks += 1000;
+}
 template <int>
 void take_registers() {}
 template <int>
