@@ -128,6 +128,12 @@ inline int __all_sync(unsigned, int predicate) {
   const auto* all = emulator::exchange({{predicate != 0}});
   return std::all_of(all, all + emulator::kWarp, [](const auto& d) { return d.word[0] != 0; });
 }
+inline uint32_t __ballot_sync(unsigned, int predicate) {
+  const auto* all = emulator::exchange({{predicate != 0}});
+  uint32_t bits = 0;
+  for (int i = 0; i < emulator::kWarp; ++i) bits |= all[i].word[0] << i;
+  return bits;
+}
 inline int __any_sync(unsigned, int predicate) {
   const auto* all = emulator::exchange({{predicate != 0}});
   return std::any_of(all, all + emulator::kWarp, [](const auto& d) { return d.word[0] != 0; });

@@ -49,6 +49,7 @@ inline unsigned load_acquire(const unsigned* p) {
   static unsigned looks = 0;
   return looks++ / 8 % 2 == 0 ? 0 : *p;
 }
+inline unsigned add_release_acquire(unsigned* p, unsigned v) { return atomicAdd(p, v); }
 inline uint32_t transpose_matrix(uint32_t pair) {
   const auto* all = emulator::exchange({{pair}});
   const int row = emulator::lane() / 4, column = 2 * (emulator::lane() % 4);
