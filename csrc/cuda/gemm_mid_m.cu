@@ -15,6 +15,7 @@
 #include <mutex>
 
 
+#include "cluster.cuh"
 #include "common.cuh"
 #include "decode.cuh"
 #include "hopper.cuh"
@@ -63,7 +64,10 @@ struct Layout {
   static constexpr uint32_t kB = kSlots * kSlotBytes;
   static constexpr uint32_t kBarriers = kB + kBStages * kBBytes;
   static constexpr uint32_t kEnd = kBarriers + kSlots * kBarrierStep;
-  static constexpr uint32_t kBytes = kEnd + kSwizzleBytes;
+  // Of pairs of blocks: the other one has read its slots; a warp has received its sums.
+  static constexpr uint32_t kOtherDone = kEnd, kReceived = kEnd + kBarrierBytes;
+  static constexpr uint32_t kBytes = kReceived + kMidMWarps * kBarrierBytes + kSwizzleBytes;
+  static constexpr uint32_t kSent = kWarpSize * kAcc / 2 * 4;  // bytes, by a warp
   static_assert(kSlots >= 3 && kBytes <= kMaxSharedBytes);
 };
 
@@ -541,6 +545,48 @@ __device__ __forceinline__ void finish_parts(const MidMArgs& a, const Segment& s
   }
 }
 
+// Of a tile that two blocks share, a cluster: each sends the other one the sums of its half along m,
+// where slots were before, adds up those of its own half and stores them.
+template <typename L>
+__device__ __forceinline__ void share_in_pair(const MidMArgs& a, const Segment& s,
+                                              const Epilogue& e, uint32_t base, int thread,
+                                              float (&sums)[L::kAcc]) {
+  constexpr int kHalf = L::kAcc / 2;
+  const int rank = cluster_rank(), other = 1 - rank;
+  const int warp = thread / kWarpSize, lane = thread % kWarpSize;
+  cluster_wait();  // the other one runs, its barriers are set up
+  __syncwarp();
+  if (lane == 0) barrier_arrive_cluster(base + L::kOtherDone, other);
+  if (rank == 1) {
+#pragma unroll
+    for (int i = 0; i < kHalf; ++i) {
+      const float first = sums[i];
+      sums[i] = sums[kHalf + i];
+      sums[kHalf + i] = first;
+    }
+  }
+  const uint32_t received = base + L::kReceived + warp * kBarrierBytes;
+  const uint32_t at = base + thread * kVectorBytes;
+  barrier_wait(base + L::kOtherDone, 0);
+#pragma unroll
+  for (int i = 0; i < kHalf; i += 4) {
+    const float four[4] = {sums[kHalf + i], sums[kHalf + i + 1], sums[kHalf + i + 2],
+                           sums[kHalf + i + 3]};
+    store_cluster_async(at + i / 4 * kMultipliers * kVectorBytes, other, four, received);
+  }
+  barrier_wait(received, 0);
+  float total[kHalf];
+#pragma unroll
+  for (int i = 0; i < kHalf; i += 4) {
+    const uint4 v = load_shared(at + i / 4 * kMultipliers * kVectorBytes);
+    total[i] = sums[i] + __uint_as_float(v.x);
+    total[i + 1] = sums[i + 1] + __uint_as_float(v.y);
+    total[i + 2] = sums[i + 2] + __uint_as_float(v.z);
+    total[i + 3] = sums[i + 3] + __uint_as_float(v.w);
+  }
+  store_as(a, s, e, warp, lane, rank * 2 * kHalf, total);
+}
+
 // -------------------------------------------------------------------------------------- main loop
 
 // Slots and their barriers, one after the other: bytes from the first one's.
@@ -577,6 +623,7 @@ __device__ __forceinline__ void fetch(const MidMArgs& a, int worker, uint32_t ba
     const int64_t first = int64_t{s.first} * L::kScaleBytes;
     int64_t left = a.tiles_per_row * kTileBytes - first;
     const uint8_t* scales = a.gemm.b_scale + s.n_tile * a.tiles_per_row * kTileBytes + first;
+#pragma unroll 1
     for (int i = s.count; i > 0; --i) {
       const auto bytes = static_cast<uint32_t>(min(left, int64_t{L::kScaleBytes}));
       barrier_wait(base + ring.barrier + kRead, ring.parity);
@@ -667,6 +714,10 @@ __device__ __forceinline__ void multiply(const MidMArgs& a, int worker, uint32_t
       store_as(a, done, epilogue, self / kWarpSize, self % kWarpSize, 0, acc);
       continue;
     }
+    if (a.plan.pairs()) {
+      share_in_pair<L>(a, done, epilogue, base, self, acc);
+      continue;
+    }
     wait_for_kernel_ahead();  // it sets the counters to zero
     const unsigned parts = share_sums<L>(a, done, worker, !more, self, acc);
     finish_parts<L>(a, done, epilogue, parts, worker, self, acc);
@@ -690,13 +741,21 @@ __global__ void __launch_bounds__(kThreads, 1) mid_m_kernel(const __grid_constan
         barrier_init(at + kSecondHalf, 1);
         barrier_init(at + kRead, kMidMWarps);
       }
+      barrier_init(base + L::kOtherDone, kMidMWarps);
+      for (int warp = 0; warp < kMidMWarps; ++warp) {
+        barrier_init(base + L::kReceived + warp * kBarrierBytes, 1);
+        barrier_expect(base + L::kReceived + warp * kBarrierBytes, L::kSent);
+      }
       fence_barrier_init();
     }
     __syncwarp();
     barrier_arrive(1, kThreads);
+    if (a.plan.pairs()) cluster_arrive_relaxed();
     if (threadIdx.x == kMultipliers) fetch<L>(a, worker, base);
+    if (a.plan.pairs()) cluster_wait();
   } else {
     take_registers<kMultiplierRegisters>();
+    if (a.plan.pairs()) cluster_arrive_relaxed();
     multiply<T, L>(a, worker, base);
   }
 #endif
@@ -750,16 +809,19 @@ void launch_mid_m(const MidMArgs& a, bool packed, Stream stream) {
   const dim3 image_grid(static_cast<unsigned>(ceil_div(a.plan.chunks.value * 4, kImageThreads)),
                         static_cast<unsigned>(a.plan.m_tiles.value * a.plan.rows));
   launch("gemm_mid_m, A's image", image, image_grid, kImageThreads, stream, a);
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = 2;
+  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(a.plan.workers.value));
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = L::kBytes;
   config.stream = as_stream(stream);
-  config.attrs = &attribute;
-  config.numAttrs = 1;
+  config.attrs = attributes;
+  config.numAttrs = a.plan.pairs() ? 2 : 1;
   check(cudaLaunchKernelEx(&config, mid_m_kernel<T, L>, a), "gemm_mid_m");
 }
 

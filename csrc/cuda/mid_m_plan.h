@@ -54,6 +54,10 @@ struct MidMPlan {
         line(all_tiles * (all_chunks + end)),
         tile_line(all_chunks + end) {}
 
+  // Every tile is two workers' and theirs alone, which are neighbours: their blocks send each other
+  // their sums.
+  NVFP4_HD bool pairs() const { return finish == 0 && workers.value == 2 * tiles; }
+
   // Where not, the problem is too large for the kernel's arithmetic.
   bool ok() const { return rows > 0; }
 
@@ -80,6 +84,8 @@ struct MidMCosts {
   constexpr int64_t share(int64_t pieces) const {
     return pieces > 1 ? 7000 + 40 * rows + 500 * pieces : 0;
   }
+  // Of a tile that is a pair's.
+  constexpr int64_t pair() const { return 4000 + 32 * rows; }
 };
 constexpr int64_t kMidMUneven = 2500;  // of pieces that end inside tiles: they meet at odd times
 constexpr MidMCosts kMidMCosts[] = {{256, 2048, 4}, {192, 1600, 4}, {128, 1180, 8}, {64, 1000, 8}};
@@ -94,7 +100,9 @@ inline MidMPlan plan_mid_m(int64_t m, int64_t n, int64_t k, int sm_count) {
     if (tiles * (chunks + c.finish) >= INT32_MAX / (sm_count + 1)) continue;
     const auto consider = [&](int64_t finish, int64_t workers, int64_t pieces) {
       const int64_t piece = (tiles * (chunks + finish) + workers - 1) / workers;
-      const int64_t cost = piece * c.chunk + c.share(pieces) + (finish > 0 ? kMidMUneven : 0);
+      const bool pair = finish == 0 && pieces == 2;
+      const int64_t cost = piece * c.chunk + (pair ? c.pair() : c.share(pieces)) +
+                           (finish > 0 ? kMidMUneven : 0);
       if (best.ok() && cost >= best_cost) return;
       best_cost = cost;
       best =
@@ -121,7 +129,7 @@ inline int64_t mid_m_image_bytes(const MidMPlan& p) {
   return int64_t{p.m_tiles.value} * p.chunks.value * p.rows * kMidMChunkK * 2;
 }
 inline int64_t mid_m_sums_bytes(const MidMPlan& p) {
-  return p.workers.value == p.tiles ? 0 : int64_t{p.workers.value} * 2 * kMidMTileN * p.rows * 4;
+  return p.workers.value == p.tiles || p.pairs() ? 0 : int64_t{p.workers.value} * 2 * kMidMTileN * p.rows * 4;
 }
 inline int64_t mid_m_counter_bytes(const MidMPlan& p) {
   return int64_t{p.tiles} * kMidMWarps * kMidMParts * 4;

@@ -36,6 +36,9 @@ inline void copy_bulk(uint32_t target, const void* source, uint32_t bytes, uint3
   std::memcpy(dynamic_shared() + target, source, bytes);
   emulator::bytes_arrived(cluster_rank(), barrier, static_cast<int>(bytes));
 }
+inline void barrier_arrive_cluster(uint32_t barrier, int rank) {
+  emulator::arrive(rank, barrier, 0);
+}
 inline void cluster_arrive_relaxed() {}
 inline unsigned cluster_index() { return static_cast<unsigned>(emulator::cluster_index()); }
 template <int kCount>

@@ -16,14 +16,15 @@
 
 namespace emulator {
 
-Barrier named[16];
+Barrier named[2][16];  // by block of a cluster
 
 void sync_named(int id, int threads) {
-  named[id].expected = threads;
-  wait(named[id]);
+  Barrier& b = named[cluster_rank()][id];
+  b.expected = threads;
+  wait(b);
 }
 void arrive_named(int id, int threads) {
-  Barrier& b = named[id];
+  Barrier& b = named[cluster_rank()][id];
   b.expected = threads;
   if (++b.arrived < threads) return;
   b.arrived = 0;
