@@ -46,10 +46,8 @@ template <int kRowsOfA>
 struct Layout {
   static constexpr int kN = kRowsOfA, kAcc = kN / 2;  // sums a thread
   static constexpr int kPart = kAcc / kMidMParts;
-  // Sums of a part to add those of other blocks to together, and of how many blocks: as many as
-  // there are registers for.
-  static constexpr int kBatch = kN > 128 ? kPart / 2 : kPart;
-  static constexpr int kAtOnce = kN == 256 ? 2 : 3;
+  // Sums of a part, and of how many other blocks, to load together: as there are registers for.
+  static constexpr int kBatch = kN == 256 ? kPart / 2 : kPart, kAtOnce = kN == 256 ? 1 : 2;
   // Words of a row decoded at a time: short products need more of them under way.
   static constexpr int kWords = kN <= 128 ? 2 : 1;
   static constexpr uint32_t kABytes = kN * kStageK * 2;  // of half a chunk
@@ -67,7 +65,12 @@ struct Layout {
   // Of pairs of blocks: the other one has read its slots; a warp has received its sums.
   static constexpr uint32_t kOtherDone = kEnd, kReceived = kEnd + kBarrierBytes;
   static constexpr uint32_t kBytes = kReceived + kMidMWarps * kBarrierBytes + kSwizzleBytes;
-  static constexpr uint32_t kSent = kWarpSize * kAcc / 2 * 4;  // bytes, by a warp
+  // Bytes of a warp's sums: of a part; that a warp receives in pairs; that it has room for where
+  // slots were.
+  static constexpr uint32_t kPartBytes = kWarpSize * kPart * 4;
+  static constexpr uint32_t kSent = kMidMParts / 2 * kPartBytes;
+  static constexpr uint32_t kRoom = kSlots * kSlotBytes / kMidMWarps / kPartBytes * kPartBytes;
+  static_assert(kSent <= kRoom);
   static_assert(kSlots >= 3 && kBytes <= kMaxSharedBytes);
 };
 
@@ -401,20 +404,26 @@ __device__ __forceinline__ void store_as(const MidMArgs& a, const Segment& s, co
   }
 }
 
-// Where a worker leaves its sums of a tile. It may be the first of those that share one tile, and a
-// later one of those that share another.
+// Where a worker leaves a warp's sums of a tile: those of all lanes, four by four. It may be the
+// first of those that share one tile, and a later one of those that share another.
 template <typename L>
 __device__ __forceinline__ float4* left_sums(const MidMArgs& a, const Segment& s, int worker,
-                                             int thread) {
+                                             int warp) {
   const int64_t slot = 2 * worker + (worker == s.from);
-  return reinterpret_cast<float4*>(a.sums) + slot * (kMultipliers * L::kAcc / 4) + thread;
+  return reinterpret_cast<float4*>(a.sums) +
+         (slot * kMidMWarps + warp) * (kWarpSize * L::kAcc / 4);
 }
 
-template <typename L>
-__device__ __forceinline__ void add_mine(int first, const float (&mine)[L::kAcc],
-                                         float (&total)[L::kBatch]) {
+// The worker of number `other` among those that share a tile with the one of number `mine`.
+__device__ __forceinline__ int other_worker(const Segment& s, int other, int mine) {
+  return s.from + other + (other >= mine);
+}
+
+template <int kCount, int kAll>
+__device__ __forceinline__ void add_mine(int first, const float (&mine)[kAll],
+                                         float (&total)[kCount]) {
 #pragma unroll
-  for (int i = 0; i < L::kBatch; ++i) total[i] += mine[first + i];
+  for (int i = 0; i < kCount; ++i) total[i] += mine[first + i];
 }
 
 // Adds up all workers' sums of a tile in the order of k, which is their own: a thread's from the one
@@ -429,17 +438,18 @@ __device__ __forceinline__ void add_pieces(const MidMArgs& a, const Segment& s, 
     float4 v[L::kAtOnce][L::kBatch / 4];
 #pragma unroll
     for (int p = 0; p < L::kAtOnce; ++p) {
-      const int w = s.from + done + p + (done + p >= before);
-      const float4* theirs = left_sums<L>(a, s, w, thread) + first / 4 * kMultipliers;
+      const float4* theirs =
+          left_sums<L>(a, s, other_worker(s, done + p, before), thread / kWarpSize) +
+          first / 4 * kWarpSize + thread % kWarpSize;
 #pragma unroll
       for (int i = 0; i < L::kBatch / 4; ++i) {
         v[p][i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (done + p < others) v[p][i] = __ldcg(theirs + i * kMultipliers);
+        if (done + p < others) v[p][i] = __ldcg(theirs + i * kWarpSize);
       }
     }
 #pragma unroll
     for (int p = 0; p < L::kAtOnce; ++p) {
-      if (done + p == before && before < others) add_mine<L>(first, mine, total);
+      if (done + p == before && before < others) add_mine(first, mine, total);
 #pragma unroll
       for (int i = 0; i < L::kBatch / 4; ++i) {
         total[4 * i] += v[p][i].x;
@@ -449,7 +459,7 @@ __device__ __forceinline__ void add_pieces(const MidMArgs& a, const Segment& s, 
       }
     }
   }
-  if (before == others) add_mine<L>(first, mine, total);
+  if (before == others) add_mine(first, mine, total);
 }
 
 // How many blocks have left their sums of what a warp has of a tile: lane p counts for part p of
@@ -482,13 +492,13 @@ class Counter {
 template <typename L>
 __device__ __forceinline__ void leave_sums(const MidMArgs& a, const Segment& s, unsigned mask,
                                            int worker, int thread, const float (&sums)[L::kAcc]) {
-  float4* mine = left_sums<L>(a, s, worker, thread);
+  float4* mine = left_sums<L>(a, s, worker, thread / kWarpSize) + thread % kWarpSize;
 #pragma unroll
   for (int part = 0; part < kMidMParts; ++part) {
     if (!(mask >> part & 1)) continue;
 #pragma unroll
     for (int i = part * L::kPart; i < (part + 1) * L::kPart; i += 4) {
-      mine[i / 4 * kMultipliers] = make_float4(sums[i], sums[i + 1], sums[i + 2], sums[i + 3]);
+      mine[i / 4 * kWarpSize] = make_float4(sums[i], sums[i + 1], sums[i + 2], sums[i + 3]);
     }
   }
   __syncwarp();
@@ -545,6 +555,56 @@ __device__ __forceinline__ void finish_parts(const MidMArgs& a, const Segment& s
   }
 }
 
+// The same where slots are free: all of the others' sums are on their way at the same time. `room`:
+// a warp's part of them.
+template <typename L>
+__device__ __forceinline__ void finish_parts_by_copies(const MidMArgs& a, const Segment& s,
+                                                       const Epilogue& e, unsigned mask, int worker,
+                                                       uint32_t room, uint32_t received, int thread,
+                                                       const float (&sums)[L::kAcc]) {
+  const int others = s.to - s.from, before = worker - s.from;
+  const int warp = thread / kWarpSize, lane = thread % kWarpSize;
+  if (lane == 0) {
+    fence_async_proxy();
+    barrier_expect(received, __popc(mask) * others * L::kPartBytes);
+    uint32_t to = room;
+#pragma unroll 1
+    for (unsigned left = mask; left != 0; left &= left - 1) {
+      const int first = (__ffs(left) - 1) * L::kPart;
+#pragma unroll 1
+      for (int other = 0; other < others; ++other) {
+        copy_bulk(to,
+                  left_sums<L>(a, s, other_worker(s, other, before), warp) + first / 4 * kWarpSize,
+                  L::kPartBytes, received);
+        to += L::kPartBytes;
+      }
+    }
+  }
+  __syncwarp();
+  barrier_wait(received, 0);
+  uint32_t from = room + lane * kVectorBytes;
+#pragma unroll
+  for (int part = 0; part < kMidMParts; ++part) {
+    if (!(mask >> part & 1)) continue;
+    float total[L::kPart] = {};
+#pragma unroll 1
+    for (int other = 0; other < others; ++other) {
+      if (other == before) add_mine(part * L::kPart, sums, total);
+#pragma unroll
+      for (int i = 0; i < L::kPart; i += 4) {
+        const uint4 v = load_shared(from + i * (kWarpSize * 4));
+        total[i] += __uint_as_float(v.x);
+        total[i + 1] += __uint_as_float(v.y);
+        total[i + 2] += __uint_as_float(v.z);
+        total[i + 3] += __uint_as_float(v.w);
+      }
+      from += L::kPartBytes;
+    }
+    if (before == others) add_mine(part * L::kPart, sums, total);
+    store_as(a, s, e, warp, lane, 2 * part * L::kPart, total);
+  }
+}
+
 // Of a tile that two blocks share, a cluster: each sends the other one the sums of its half along m,
 // where slots were before, adds up those of its own half and stores them.
 template <typename L>
@@ -566,19 +626,20 @@ __device__ __forceinline__ void share_in_pair(const MidMArgs& a, const Segment& 
     }
   }
   const uint32_t received = base + L::kReceived + warp * kBarrierBytes;
-  const uint32_t at = base + thread * kVectorBytes;
+  const uint32_t at = base + warp * L::kRoom + lane * kVectorBytes;
+  if (lane == 0) barrier_expect(received, L::kSent);
   barrier_wait(base + L::kOtherDone, 0);
 #pragma unroll
   for (int i = 0; i < kHalf; i += 4) {
     const float four[4] = {sums[kHalf + i], sums[kHalf + i + 1], sums[kHalf + i + 2],
                            sums[kHalf + i + 3]};
-    store_cluster_async(at + i / 4 * kMultipliers * kVectorBytes, other, four, received);
+    store_cluster_async(at + i * (kWarpSize * 4), other, four, received);
   }
   barrier_wait(received, 0);
   float total[kHalf];
 #pragma unroll
   for (int i = 0; i < kHalf; i += 4) {
-    const uint4 v = load_shared(at + i / 4 * kMultipliers * kVectorBytes);
+    const uint4 v = load_shared(at + i * (kWarpSize * 4));
     total[i] = sums[i] + __uint_as_float(v.x);
     total[i + 1] = sums[i + 1] + __uint_as_float(v.y);
     total[i + 2] = sums[i + 2] + __uint_as_float(v.z);
@@ -614,6 +675,7 @@ template <typename L>
 __device__ __forceinline__ void fetch(const MidMArgs& a, int worker, uint32_t base) {
   Piece piece(a.plan, worker);
   Segment s;
+  bool very_first = true;
   Ring<L> ring(1);  // of the barriers of slots read: in the first round nothing to wait for
   wait_for_kernel_ahead();
   while (piece.next(s)) {
@@ -633,9 +695,9 @@ __device__ __forceinline__ void fetch(const MidMArgs& a, int worker, uint32_t ba
       barrier_expect(base + ring.barrier + kSecondHalf, L::kABytes);
       copy_bulk(base + ring.slot + L::kABytes, image + L::kABytes, L::kABytes,
                 base + ring.barrier + kSecondHalf);
-#ifdef MID_PACE
-      if (ring.barrier == L::kBarriers + MID_PACE * L::kBarrierStep && ring.parity == 1) barrier_wait(base + L::kBarriers, 0);
-#endif
+      // The first ones come sooner if none of the others are asked for yet.
+      if (very_first) barrier_wait(base + ring.barrier, 0);
+      very_first = false;
       image += 2 * L::kABytes;
       scales += L::kScaleBytes;
       left -= L::kScaleBytes;
@@ -720,7 +782,16 @@ __device__ __forceinline__ void multiply(const MidMArgs& a, int worker, uint32_t
     }
     wait_for_kernel_ahead();  // it sets the counters to zero
     const unsigned parts = share_sums<L>(a, done, worker, !more, self, acc);
-    finish_parts<L>(a, done, epilogue, parts, worker, self, acc);
+    const uint32_t own = self / kWarpSize;
+    if (!more) barrier_sync(2, kMultipliers);  // all have read their slots
+    if (!more && __popc(parts) * (done.to - done.from) * L::kPartBytes <= L::kRoom) {
+      if (parts != 0) {
+        finish_parts_by_copies<L>(a, done, epilogue, parts, worker, base + own * L::kRoom,
+                                  base + L::kReceived + own * kBarrierBytes, self, acc);
+      }
+    } else {
+      finish_parts<L>(a, done, epilogue, parts, worker, self, acc);
+    }
   }
   wait_copies<0>();
 }
@@ -742,9 +813,8 @@ __global__ void __launch_bounds__(kThreads, 1) mid_m_kernel(const __grid_constan
         barrier_init(at + kRead, kMidMWarps);
       }
       barrier_init(base + L::kOtherDone, kMidMWarps);
-      for (int warp = 0; warp < kMidMWarps; ++warp) {
+      for (uint32_t warp = 0; warp < kMidMWarps; ++warp) {
         barrier_init(base + L::kReceived + warp * kBarrierBytes, 1);
-        barrier_expect(base + L::kReceived + warp * kBarrierBytes, L::kSent);
       }
       fence_barrier_init();
     }

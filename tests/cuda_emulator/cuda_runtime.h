@@ -101,6 +101,8 @@ void launch(dim3 grid, dim3 block, int cluster, size_t shared_bytes,
 inline void __syncthreads() { emulator::sync_block(); }
 inline void __syncwarp() { emulator::exchange({}); }
 inline void __threadfence() {}
+inline int __popc(unsigned v) { return __builtin_popcount(v); }
+inline int __ffs(int v) { return __builtin_ffs(v); }
 template <typename T>
 T __ldcg(const T* p) {
   return *p;

@@ -64,6 +64,7 @@ inline uint32_t transpose_matrix(uint32_t pair) {
   return out;
 }
 inline void fence_shared_for_wgmma() {}
+inline void fence_async_proxy() {}
 
 inline void keep(uint32_t&) {}
 
