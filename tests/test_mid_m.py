@@ -31,7 +31,6 @@ def test_on_the_emulator(tmp_path):
     cuda = tests.parent / "csrc" / "cuda"
     includes = [tests / "cuda_emulator", tests.parent / "csrc", cuda]
     ahead = [tests / "cuda_emulator" / "ptx.cuh", tests / "cuda_emulator" / "hopper.cuh"]
-    ahead += [tests / "mid_m_emulator" / "tensor_copy.cuh"]
     command = [compiler, "-std=c++17", "-O2", "-ffp-contract=off", "-w"]
     command += [f"-I{path}" for path in includes]
     command += [x for path in ahead for x in ("-include", str(path))]

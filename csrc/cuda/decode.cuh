@@ -107,35 +107,4 @@ __device__ __forceinline__ void decode8_split(uint32_t word, uint32_t scale, uin
   for (int i = 0; i < 4; ++i) out[i] = multiply_pair(out[i], scale, T{});
 }
 
-// --------------------------------------------------------------- pairs in order: elements 2 i, 2 i
-// + 1
-//
-// With decode8_split's scales and unit, in two instructions more.
-
-// Nibbles 2 i and 2 i + 1 where T has sign and magnitude, in pairs[i].
-__device__ __forceinline__ void place_in_order(uint32_t word, uint32_t (&pairs)[4], __nv_bfloat16) {
-  spread_pairs(word, pairs);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) pairs[i] = place_pair(pairs[i], __nv_bfloat16{});
-}
-__device__ __forceinline__ void place_in_order(uint32_t word, uint32_t (&pairs)[4], __half) {
-  constexpr uint32_t kSign = 0x80808080u, kWanted = 0x8E008E00u;
-  const uint32_t even = select_bits(word << 4, word << 1, kSign);
-  const uint32_t odd = select_bits(word, word >> 3, kSign);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    pairs[i] = permute_bytes(even, odd, 0x4000 + 0x1010 * i) & kWanted;
-  }
-}
-
-// Elements 2 i and 2 i + 1 of the word's eight in out[i], the even one in the low half. scale:
-// pairs of scale_pairs, for the first four elements and for the others.
-template <typename T>
-__device__ __forceinline__ void decode8_in_order(uint32_t word, uint32_t scale0, uint32_t scale1,
-                                                 uint32_t (&out)[4]) {
-  place_in_order(word, out, T{});
-#pragma unroll
-  for (int i = 0; i < 4; ++i) out[i] = multiply_pair(out[i], i < 2 ? scale0 : scale1, T{});
-}
-
 }  // namespace nvfp4::cuda

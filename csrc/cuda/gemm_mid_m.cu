@@ -7,23 +7,19 @@
 //   words before. No decoded weight touches memory.
 // - A is the other side, out of shared memory. A small kernel ahead writes A's image: for each tile
 //   of kN rows and chunk of 128 k, the bytes as shared memory wants them (128-byte swizzle), in the
-//   order of k in which words of codes decode, decoded where A is packed. Where a block has few
-//   chunks, a dense A is read as it lies instead, and codes are put in its order of k.
-// - One thread fetches A and the weights' scales by bulk copies; codes come through a pipeline that
-//   each warp has to itself.
-// - mid_m_plan.h cuts the work. Two blocks that have a tile to themselves are a cluster, and send
-//   each other half of their sums. Else those that share a tile leave sums in memory for each other
-//   and add up parts of it, warp by warp: who does what depends on who comes when, but all add in
-//   the order of k, so that the bytes are the same in every run. No block needs another one but that
-//   of its cluster to run at the same time.
+//   order of k in which words of codes decode, decoded where A is packed. One thread fetches it by
+//   bulk copies; codes and scales come through a pipeline that each thread has to itself.
+// - mid_m_plan.h cuts the work. Of the blocks that share a tile, the last ones to come add up, warp
+//   by warp, in the order of k: the same bytes in every run, whoever they are. No block needs
+//   another one to run at the same time.
 #include <mutex>
+
 
 #include "cluster.cuh"
 #include "common.cuh"
 #include "decode.cuh"
 #include "hopper.cuh"
 #include "mid_m_plan.h"
-#include "tensor_copy.cuh"
 
 namespace nvfp4::cuda {
 namespace {
@@ -31,7 +27,7 @@ namespace {
 constexpr int kGroupThreads = 128;  // a warpgroup
 constexpr int kMultipliers = 256;   // threads: two warpgroups, 64 rows of B each
 constexpr int kThreads = kMultipliers + kGroupThreads;  // and one of which a thread fetches A
-constexpr int kImageThreads = 128, kCounterThreads = 256;
+constexpr int kImageThreads = 128;
 constexpr int kLaneK = 32;  // consecutive elements of k a lane decodes
 constexpr int kVectorBytes = 16;
 constexpr int kBarrierBytes = 8;
@@ -44,8 +40,8 @@ constexpr int kCodeStep = kMidMChunkK / 2;
 constexpr int kFetcherRegisters = 24, kMultiplierRegisters = 240;
 constexpr int kPatience = 20;  // looks for other blocks, about half a microsecond each
 
-// Shared memory, and how much of it there is for what, for tiles of kRowsOfA. A slot has what
-// copies bring of a chunk: both halves of A, and the tile's scales of B as they lie in memory.
+// Shared memory, and how much of it there is for what, for tiles of kRowsOfA. A slot has what copies
+// bring of a chunk: both halves of A, and the tile's scales of B as they lie in memory.
 template <int kRowsOfA>
 struct Layout {
   static constexpr int kN = kRowsOfA, kAcc = kN / 2;  // sums a thread
@@ -55,8 +51,7 @@ struct Layout {
   // Words of a row decoded at a time: short products need more of them under way.
   static constexpr int kWords = kN <= 128 ? 2 : 1;
   static constexpr uint32_t kABytes = kN * kStageK * 2;  // of half a chunk
-  static constexpr uint32_t kScales = 2 * kABytes,
-                            kScaleBytes = kMidMChunkK / kBlockSize * kTileRows;
+  static constexpr uint32_t kScales = 2 * kABytes, kScaleBytes = kMidMChunkK / kBlockSize * kTileRows;
   static constexpr uint32_t kSlotBytes = kScales + kScaleBytes;
   static constexpr uint32_t kBBytes = kMultipliers * kRows * kVectorBytes;
   static constexpr int kBStages = kN == 256 ? 3 : 6;
@@ -164,18 +159,6 @@ __global__ void __launch_bounds__(kImageThreads) image_kernel(const __grid_const
 #endif
 }
 
-// Where A needs no image.
-__global__ void __launch_bounds__(kCounterThreads)
-    counter_kernel(const __grid_constant__ MidMArgs a) {
-#if NVFP4_WGMMA
-  let_next_kernel_start();
-  for (int i = static_cast<int>(threadIdx.x); i < a.plan.tiles * kMidMParts * kMidMWarps;
-       i += kCounterThreads) {
-    a.counters[i] = 0;
-  }
-#endif
-}
-
 // ----------------------------------------------------------------------------------------- pieces
 
 // What a worker does of one tile: chunks [first, first + count) of it. Workers [from, to] share it.
@@ -217,12 +200,12 @@ __device__ __forceinline__ int row_in_tile(int warp, int g, int h) {
 }
 
 // A thread's own pipeline of codes: for each chunk 16 bytes of its two rows.
-template <typename L, bool kInOrder>
+template <typename L>
 struct Weights {
   const uint8_t* row[kRows];
-  int at, end, inside;      // bytes of codes: to issue next, of the segment, that this lane's k has
-  int left;                 // of those that this lane's k has, from the chunk to read next on
-  uint32_t codes, vectors;  // in shared memory: where it writes, and four lanes' first ones
+  int at, end, inside;  // bytes of codes: to issue next, of the segment, that this lane's k has
+  int left;             // of those that this lane's k has, from the chunk to read next on
+  uint32_t codes;       // in shared memory
   uint32_t filling, reading;
 
   __device__ __forceinline__ void start(const MidMArgs& a, const Segment& s, uint32_t base,
@@ -239,11 +222,8 @@ struct Weights {
     at = 0;
     end = s.count * kCodeStep;
     inside = static_cast<int>(q.k / 2 - int64_t{s.first} * kCodeStep) - t * kVectorBytes;
-    left = inside + (kInOrder ? t * kVectorBytes : 0);
-    // Four lanes' vectors are side by side, their numbers exclusive-ored with lane / 8: so the
-    // eight rows of a warp, where all lanes read vectors of one number, are in banks of their own.
-    codes = base + L::kB + static_cast<uint32_t>(thread ^ lane / 8) * kVectorBytes;
-    vectors = codes ^ t * kVectorBytes;
+    left = inside;
+    codes = base + L::kB + static_cast<uint32_t>(thread) * kVectorBytes;
     filling = reading = 0;
 #pragma unroll
     for (int i = 0; i < L::kBStages - 1; ++i) issue();
@@ -263,33 +243,12 @@ struct Weights {
     commit_copies();
   }
 
-  // The next chunk's codes: the lane's vector of each row, or, in the order of k, what it has of
-  // all vectors of its four lanes.
-  __device__ __forceinline__ void read(uint32_t (&words)[kRows][4]) {
+  // The next chunk's codes.
+  __device__ __forceinline__ void read(uint4 (&words)[kRows]) {
     wait_copies<L::kBStages - 2>();
 #pragma unroll
     for (int h = 0; h < kRows; ++h) {
-      const uint4 v = load_shared(codes + reading + h * kMultipliers * kVectorBytes);
-      words[h][0] = v.x;
-      words[h][1] = v.y;
-      words[h][2] = v.z;
-      words[h][3] = v.w;
-    }
-    advance(reading);
-    issue();
-  }
-  __device__ __forceinline__ void read_in_order(uint32_t (&words)[kRows][4], uint32_t bytes) {
-    wait_copies<L::kBStages - 2>();
-    __syncwarp();
-#pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      const uint32_t at = (vectors ^ w * kVectorBytes) + reading;
-#pragma unroll
-      for (int h = 0; h < kRows; ++h) {
-        const uint4 v = load_shared(at + h * kMultipliers * kVectorBytes);
-        words[h][w] =
-            permute_bytes(permute_bytes(v.x, v.y, bytes), permute_bytes(v.z, v.w, bytes), 0x5410);
-      }
+      words[h] = load_shared(codes + reading + h * kMultipliers * kVectorBytes);
     }
     advance(reading);
     issue();
@@ -306,31 +265,6 @@ struct Weights {
       scale_pairs(shift_right(load_shared_word(scales + 32 * h), shift), factors[h], T{});
     }
   }
-  // All of the rows' scales of the chunk.
-  template <typename T>
-  __device__ __forceinline__ void read_all_scales(uint32_t (&factors)[kRows][8], uint32_t scales) {
-    const bool whole = left >= kCodeStep;
-#pragma unroll
-    for (int h = 0; h < kRows; ++h) {
-#pragma unroll
-      for (int w = 0; w < 2; ++w) {
-        uint32_t four = load_shared_word(scales + w * kTileBytes + 32 * h);
-        if (!whole) {
-          // Bytes of codes left from here on, eight a scale.
-          const int left_here = left - w * kCodeStep / 2;
-          if (left_here < kCodeStep / 2) four &= left_here > 0 ? 0xFFFFu : 0u;
-        }
-        uint32_t pairs[2];
-        scale_pairs(four, pairs, T{});
-        factors[h][4 * w] = pairs[0];
-        factors[h][4 * w + 1] = pairs[1];
-        scale_pairs(four >> 16, pairs, T{});
-        factors[h][4 * w + 2] = pairs[0];
-        factors[h][4 * w + 3] = pairs[1];
-      }
-    }
-    left -= kCodeStep;
-  }
 
   __device__ __forceinline__ static void advance(uint32_t& stage) {
     stage += L::kBBytes;
@@ -338,20 +272,17 @@ struct Weights {
   }
 };
 
-// Two rows' words as the 64 x 16 fragments of two steps of 16 of k. `factors` has kFactors a row
-// for four words: for each two words, or in order for each step.
-template <typename T, int kFactors>
-__device__ __forceinline__ void decode(uint32_t (&fragment)[2][4],
-                                       const uint32_t (&words)[kRows][4],
-                                       const uint32_t (&factors)[kRows][kFactors], int w) {
+__device__ __forceinline__ uint32_t word(const uint4& v, int i) {
+  return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
+}
+
+// The words' products with two steps of 16 of k: rows h, h of the 64 x 16 fragments.
+template <typename T>
+__device__ __forceinline__ void decode(uint32_t (&fragment)[2][4], uint32_t word0, uint32_t word1,
+                                       uint32_t factor0, uint32_t factor1) {
   uint32_t low[4], high[4];
-  if constexpr (kFactors == 8) {
-    decode8_in_order<T>(words[0][w], factors[0][2 * w], factors[0][2 * w + 1], low);
-    decode8_in_order<T>(words[1][w], factors[1][2 * w], factors[1][2 * w + 1], high);
-  } else {
-    decode8_split<T>(words[0][w], factors[0][w / 2], low);
-    decode8_split<T>(words[1][w], factors[1][w / 2], high);
-  }
+  decode8_split<T>(word0, factor0, low);
+  decode8_split<T>(word1, factor1, high);
 #pragma unroll
   for (int s = 0; s < 2; ++s) {
     fragment[s][0] = low[2 * s];
@@ -479,7 +410,8 @@ template <typename L>
 __device__ __forceinline__ float4* left_sums(const MidMArgs& a, const Segment& s, int worker,
                                              int warp) {
   const int64_t slot = 2 * worker + (worker == s.from);
-  return reinterpret_cast<float4*>(a.sums) + (slot * kMidMWarps + warp) * (kWarpSize * L::kAcc / 4);
+  return reinterpret_cast<float4*>(a.sums) +
+         (slot * kMidMWarps + warp) * (kWarpSize * L::kAcc / 4);
 }
 
 // The worker of number `other` among those that share a tile with the one of number `mine`.
@@ -494,8 +426,8 @@ __device__ __forceinline__ void add_mine(int first, const float (&mine)[kAll],
   for (int i = 0; i < kCount; ++i) total[i] += mine[first + i];
 }
 
-// Adds up all workers' sums of a tile in the order of k, which is their own: a thread's from the
-// one with number `first` on, `mine` being this worker's. kAtOnce pieces are loaded together.
+// Adds up all workers' sums of a tile in the order of k, which is their own: a thread's from the one
+// with number `first` on, `mine` being this worker's. kAtOnce pieces are loaded together.
 template <typename L>
 __device__ __forceinline__ void add_pieces(const MidMArgs& a, const Segment& s, int first,
                                            int worker, int thread, const float (&mine)[L::kAcc],
@@ -673,8 +605,8 @@ __device__ __forceinline__ void finish_parts_by_copies(const MidMArgs& a, const 
   }
 }
 
-// Of a tile that two blocks share, a cluster: each sends the other one the sums of its half along
-// m, where slots were before, adds up those of its own half and stores them.
+// Of a tile that two blocks share, a cluster: each sends the other one the sums of its half along m,
+// where slots were before, adds up those of its own half and stores them.
 template <typename L>
 __device__ __forceinline__ void share_in_pair(const MidMArgs& a, const Segment& s,
                                               const Epilogue& e, uint32_t base, int thread,
@@ -739,14 +671,13 @@ struct Ring {
 constexpr uint32_t kSecondHalf = kBarrierBytes, kRead = 2 * kBarrierBytes;  // of a slot's barriers
 
 // Brings A's image and B's scales.
-template <typename L, bool kInOrder>
-__device__ __forceinline__ void fetch(const MidMArgs& a, const CUtensorMap& dense_a, int worker,
-                                      uint32_t base) {
+template <typename L>
+__device__ __forceinline__ void fetch(const MidMArgs& a, int worker, uint32_t base) {
   Piece piece(a.plan, worker);
   Segment s;
   bool very_first = true;
   Ring<L> ring(1);  // of the barriers of slots read: in the first round nothing to wait for
-  if (!kInOrder) wait_for_kernel_ahead();
+  wait_for_kernel_ahead();
   while (piece.next(s)) {
     const uint8_t* image =
         a.image + (int64_t{s.m_tile} * a.plan.chunks.value + s.first) * (2 * L::kABytes);
@@ -760,18 +691,10 @@ __device__ __forceinline__ void fetch(const MidMArgs& a, const CUtensorMap& dens
       barrier_wait(base + ring.barrier + kRead, ring.parity);
       barrier_expect(base + ring.barrier, L::kABytes + bytes);
       copy_bulk(base + ring.slot + L::kScales, scales, bytes, base + ring.barrier);
-      const auto half = [&](int h, uint32_t barrier) {
-        if constexpr (kInOrder) {
-          const int chunk = s.first + s.count - i;
-          copy_box(base + ring.slot + h * L::kABytes, dense_a, chunk * kMidMChunkK + h * kStageK,
-                   s.m_tile * L::kN, barrier);
-        } else {
-          copy_bulk(base + ring.slot + h * L::kABytes, image + h * L::kABytes, L::kABytes, barrier);
-        }
-      };
-      half(0, base + ring.barrier);
+      copy_bulk(base + ring.slot, image, L::kABytes, base + ring.barrier);
       barrier_expect(base + ring.barrier + kSecondHalf, L::kABytes);
-      half(1, base + ring.barrier + kSecondHalf);
+      copy_bulk(base + ring.slot + L::kABytes, image + L::kABytes, L::kABytes,
+                base + ring.barrier + kSecondHalf);
       // The first ones come sooner if none of the others are asked for yet.
       if (very_first) barrier_wait(base + ring.barrier, 0);
       very_first = false;
@@ -783,22 +706,20 @@ __device__ __forceinline__ void fetch(const MidMArgs& a, const CUtensorMap& dens
   }
 }
 
-template <typename T, typename L, bool kInOrder>
+template <typename T, typename L>
 __device__ __forceinline__ void multiply(const MidMArgs& a, int worker, uint32_t base) {
   const int thread = static_cast<int>(threadIdx.x), warp = thread / kWarpSize;
   const int lane = thread % kWarpSize, t = lane % 4;
   Piece piece(a.plan, worker);
   Segment s;
-  Weights<L, kInOrder> weights;
+  Weights<L> weights;
   bool more = piece.next(s);
   if (more) weights.start(a, s, base, thread);
   barrier_sync(1, kThreads);  // the others are there
-  auto scales = static_cast<uint32_t>(base + L::kScales +
-                                      swizzled_offset(row_in_tile(warp, lane / 4, 0), 0, 1) +
-                                      (kInOrder ? 0 : t / 2 * kTileBytes));
+  auto scales = static_cast<uint32_t>(
+      base + L::kScales + swizzled_offset(row_in_tile(warp, lane / 4, 0), 0, 1) + t / 2 * kTileBytes);
   keep(scales);
-  // Of the lane's scales in their word; or, in order, what it has of two words of codes.
-  uint32_t shift = kInOrder ? 0x40 + 0x11 * t : 16 * (t % 2);
+  uint32_t shift = 16 * (t % 2);
   keep(shift);
   const uint32_t first_operand = __shfl_sync(kFullWarp, wgmma_descriptor_low(base), 0);
   Ring<L> ring(0);
@@ -809,25 +730,20 @@ __device__ __forceinline__ void multiply(const MidMArgs& a, int worker, uint32_t
     uint32_t fragment[2][L::kWords][2][4];  // one set is decoded while products read the other
     uint32_t before = 0;                    // the barrier of the slot read before
     for (int chunk = 0; chunk < s.count; ++chunk) {
-      uint32_t words[kRows][4], factors[kRows][kInOrder ? 8 : 2];
-      if constexpr (kInOrder) {
-        weights.read_in_order(words, shift);
-      } else {
-        weights.read(words);
-      }
+      uint4 words[kRows];
+      uint32_t factors[kRows][2];
+      weights.read(words);
       barrier_wait(base + ring.barrier, ring.parity);
-      if constexpr (kInOrder) {
-        weights.template read_all_scales<T>(factors, ring.slot + scales);
-      } else {
-        weights.template read_scales<T>(factors, ring.slot + scales, shift);
-      }
+      weights.template read_scales<T>(factors, ring.slot + scales, shift);
       const uint64_t operands = wgmma_descriptor_of(first_operand + ring.operand);
 #pragma unroll
       for (int first = 0; first < 4; first += L::kWords) {
         auto& set = fragment[first / L::kWords % 2];
 #pragma unroll
         for (int i = 0; i < L::kWords; ++i) {
-          decode<T>(set[i], words, factors, first + i);
+          const int w = first + i;
+          decode<T>(set[i], word(words[0], w), word(words[1], w), factors[0][w / 2],
+                    factors[1][w / 2]);
         }
         if (first == 2) barrier_wait(base + ring.barrier + kSecondHalf, ring.parity);
         wgmma_fence();
@@ -880,9 +796,8 @@ __device__ __forceinline__ void multiply(const MidMArgs& a, int worker, uint32_t
   wait_copies<0>();
 }
 
-template <typename T, typename L, bool kInOrder>
-__global__ void __launch_bounds__(kThreads, 1)
-    mid_m_kernel(const __grid_constant__ MidMArgs a, const __grid_constant__ CUtensorMap dense_a) {
+template <typename T, typename L>
+__global__ void __launch_bounds__(kThreads, 1) mid_m_kernel(const __grid_constant__ MidMArgs a) {
 #if NVFP4_WGMMA
   const uint32_t start = shared_address(dynamic_shared());
   uint32_t base = (start + kSwizzleBytes - 1) / kSwizzleBytes * kSwizzleBytes;
@@ -891,7 +806,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x >= kMultipliers) {
     give_registers<kFetcherRegisters>();
     if (threadIdx.x == kMultipliers) {
-      for (uint32_t at = base + L::kBarriers; at < base + L::kEnd; at += L::kBarrierStep) {
+      for (uint32_t at = base + L::kBarriers; at < base + L::kEnd;
+           at += L::kBarrierStep) {
         barrier_init(at, 1);
         barrier_init(at + kSecondHalf, 1);
         barrier_init(at + kRead, kMidMWarps);
@@ -905,12 +821,12 @@ __global__ void __launch_bounds__(kThreads, 1)
     __syncwarp();
     barrier_arrive(1, kThreads);
     if (a.plan.pairs()) cluster_arrive_relaxed();
-    if (threadIdx.x == kMultipliers) fetch<L, kInOrder>(a, dense_a, worker, base);
+    if (threadIdx.x == kMultipliers) fetch<L>(a, worker, base);
     if (a.plan.pairs()) cluster_wait();
   } else {
     take_registers<kMultiplierRegisters>();
     if (a.plan.pairs()) cluster_arrive_relaxed();
-    multiply<T, L, kInOrder>(a, worker, base);
+    multiply<T, L>(a, worker, base);
   }
 #endif
 }
@@ -919,11 +835,9 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 template <typename T, typename L>
 void allow_shared() {
-  for (const auto kernel : {mid_m_kernel<T, L, false>, mid_m_kernel<T, L, true>}) {
-    check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                               cudaFuncAttributeMaxDynamicSharedMemorySize, L::kBytes),
-          "cudaFuncSetAttribute");
-  }
+  check(cudaFuncSetAttribute(reinterpret_cast<const void*>(mid_m_kernel<T, L>),
+                             cudaFuncAttributeMaxDynamicSharedMemorySize, L::kBytes),
+        "cudaFuncSetAttribute");
 }
 
 // A multiprocessor that need not change its split of L1 and shared memory takes the next kernel's
@@ -955,48 +869,30 @@ void prepare(const Device& device) {
   });
 }
 
-// The main kernel, which starts when the blocks of the one ahead are all under way, and waits for
-// their end where it needs it, if there is one ahead.
-template <typename T, typename L, bool kInOrder>
-void launch_main(const MidMArgs& a, const CUtensorMap& dense_a, bool behind, Stream stream) {
+// The main kernel starts when the image's blocks are all under way, and waits for their end where
+// it needs it. Whoever wrote the operands was over before the image kernel began. That one does not
+// start early: its blocks would crowd on the multiprocessors that are free first.
+template <typename T, typename L>
+void launch_mid_m(const MidMArgs& a, bool packed, Stream stream) {
+  void (*image)(const MidMArgs) = image_kernel<T, false>;
+  if constexpr (std::is_same_v<T, __half>) image = packed ? image_kernel<T, true> : image;
+  const dim3 image_grid(static_cast<unsigned>(ceil_div(a.plan.chunks.value * 4, kImageThreads)),
+                        static_cast<unsigned>(a.plan.m_tiles.value * a.plan.rows));
+  launch("gemm_mid_m, A's image", image, image_grid, kImageThreads, stream, a);
   cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = 2;
+  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(a.plan.workers.value));
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = L::kBytes;
   config.stream = as_stream(stream);
   config.attrs = attributes;
-  if (behind) {
-    cudaLaunchAttribute& next = attributes[config.numAttrs++];
-    next.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    next.val.programmaticStreamSerializationAllowed = 1;
-  }
-  if (a.plan.pairs()) {
-    cudaLaunchAttribute& next = attributes[config.numAttrs++];
-    next.id = cudaLaunchAttributeClusterDimension;
-    next.val.clusterDim.x = 2;
-    next.val.clusterDim.y = next.val.clusterDim.z = 1;
-  }
-  check(cudaLaunchKernelEx(&config, mid_m_kernel<T, L, kInOrder>, a, dense_a), "gemm_mid_m");
-}
-
-// Whoever wrote the operands was over before the first kernel began. That one does not start early:
-// its blocks would crowd on the multiprocessors that are free first.
-template <typename T, typename L>
-void launch_mid_m(const MidMArgs& a, bool packed, Stream stream) {
-  const SmallMParams& q = a.gemm;
-  if (!packed && a.plan.in_order_pays()) {
-    const CUtensorMap map = tensor_map(q.a, 2, q.m, q.k, q.a_row_stride * 2, L::kN);
-    const bool counts = a.plan.counts();
-    if (counts) launch("gemm_mid_m, counters", counter_kernel, 1, kCounterThreads, stream, a);
-    return launch_main<T, L, true>(a, map, counts, stream);
-  }
-  void (*image)(const MidMArgs) = image_kernel<T, false>;
-  if constexpr (std::is_same_v<T, __half>) image = packed ? image_kernel<T, true> : image;
-  const dim3 image_grid(static_cast<unsigned>(ceil_div(a.plan.chunks.value * 4, kImageThreads)),
-                        static_cast<unsigned>(a.plan.m_tiles.value * a.plan.rows));
-  launch("gemm_mid_m, A's image", image, image_grid, kImageThreads, stream, a);
-  launch_main<T, L, false>(a, CUtensorMap{}, true, stream);
+  config.numAttrs = a.plan.pairs() ? 2 : 1;
+  check(cudaLaunchKernelEx(&config, mid_m_kernel<T, L>, a), "gemm_mid_m");
 }
 
 template <typename T>

@@ -58,12 +58,6 @@ struct MidMPlan {
   // their sums.
   NVFP4_HD bool pairs() const { return finish == 0 && workers.value == 2 * tiles; }
 
-  // Blocks count each other's sums.
-  NVFP4_HD bool counts() const { return workers.value != tiles && !pairs(); }
-  // Whether a dense A is read as it lies. That saves its image, which takes 2.4 us, and takes a
-  // fifth more instructions a chunk.
-  bool in_order_pays() const { return MID_IN_ORDER; }
-
   // Where not, the problem is too large for the kernel's arithmetic.
   bool ok() const { return rows > 0; }
 
@@ -107,8 +101,8 @@ inline MidMPlan plan_mid_m(int64_t m, int64_t n, int64_t k, int sm_count) {
     const auto consider = [&](int64_t finish, int64_t workers, int64_t pieces) {
       const int64_t piece = (tiles * (chunks + finish) + workers - 1) / workers;
       const bool pair = finish == 0 && pieces == 2;
-      const int64_t cost =
-          piece * c.chunk + (pair ? c.pair() : c.share(pieces)) + (finish > 0 ? kMidMUneven : 0);
+      const int64_t cost = piece * c.chunk + (pair ? c.pair() : c.share(pieces)) +
+                           (finish > 0 ? kMidMUneven : 0);
       if (best.ok() && cost >= best_cost) return;
       best_cost = cost;
       best =
@@ -135,7 +129,7 @@ inline int64_t mid_m_image_bytes(const MidMPlan& p) {
   return int64_t{p.m_tiles.value} * p.chunks.value * p.rows * kMidMChunkK * 2;
 }
 inline int64_t mid_m_sums_bytes(const MidMPlan& p) {
-  return !p.counts() ? 0 : int64_t{p.workers.value} * 2 * kMidMTileN * p.rows * 4;
+  return p.workers.value == p.tiles || p.pairs() ? 0 : int64_t{p.workers.value} * 2 * kMidMTileN * p.rows * 4;
 }
 inline int64_t mid_m_counter_bytes(const MidMPlan& p) {
   return int64_t{p.tiles} * kMidMWarps * kMidMParts * 4;
