@@ -7,13 +7,15 @@
 //   words before. No decoded weight touches memory.
 // - A is the other side, out of shared memory. A small kernel ahead writes A's image: for each tile
 //   of kN rows and chunk of 128 k, the bytes as shared memory wants them (128-byte swizzle), in the
-//   order of k in which words of codes decode, decoded where A is packed. One thread fetches it by
-//   bulk copies; codes and scales come through a pipeline that each thread has to itself.
-// - mid_m_plan.h cuts the work. Of the blocks that share a tile, the last ones to come add up, warp
-//   by warp, in the order of k: the same bytes in every run, whoever they are. No block needs
-//   another one to run at the same time.
+//   order of k in which words of codes decode, decoded where A is packed. One thread fetches it and
+//   the weights' scales by bulk copies; codes come through a pipeline that each thread has to
+//   itself.
+// - mid_m_plan.h cuts the work. Two blocks that have a tile to themselves are a cluster, and send
+//   each other half of their sums. Else those that share a tile leave sums in memory for each other
+//   and add up parts of it, warp by warp: who does what depends on who comes when, but all add in
+//   the order of k, so that the bytes are the same in every run. No block needs another one but
+//   that of its cluster to run at the same time.
 #include <mutex>
-
 
 #include "cluster.cuh"
 #include "common.cuh"
@@ -40,8 +42,8 @@ constexpr int kCodeStep = kMidMChunkK / 2;
 constexpr int kFetcherRegisters = 24, kMultiplierRegisters = 240;
 constexpr int kPatience = 20;  // looks for other blocks, about half a microsecond each
 
-// Shared memory, and how much of it there is for what, for tiles of kRowsOfA. A slot has what copies
-// bring of a chunk: both halves of A, and the tile's scales of B as they lie in memory.
+// Shared memory, and how much of it there is for what, for tiles of kRowsOfA. A slot has what
+// copies bring of a chunk: both halves of A, and the tile's scales of B as they lie in memory.
 template <int kRowsOfA>
 struct Layout {
   static constexpr int kN = kRowsOfA, kAcc = kN / 2;  // sums a thread
@@ -51,7 +53,8 @@ struct Layout {
   // Words of a row decoded at a time: short products need more of them under way.
   static constexpr int kWords = kN <= 128 ? 2 : 1;
   static constexpr uint32_t kABytes = kN * kStageK * 2;  // of half a chunk
-  static constexpr uint32_t kScales = 2 * kABytes, kScaleBytes = kMidMChunkK / kBlockSize * kTileRows;
+  static constexpr uint32_t kScales = 2 * kABytes,
+                            kScaleBytes = kMidMChunkK / kBlockSize * kTileRows;
   static constexpr uint32_t kSlotBytes = kScales + kScaleBytes;
   static constexpr uint32_t kBBytes = kMultipliers * kRows * kVectorBytes;
   static constexpr int kBStages = kN == 256 ? 3 : 6;
@@ -410,8 +413,7 @@ template <typename L>
 __device__ __forceinline__ float4* left_sums(const MidMArgs& a, const Segment& s, int worker,
                                              int warp) {
   const int64_t slot = 2 * worker + (worker == s.from);
-  return reinterpret_cast<float4*>(a.sums) +
-         (slot * kMidMWarps + warp) * (kWarpSize * L::kAcc / 4);
+  return reinterpret_cast<float4*>(a.sums) + (slot * kMidMWarps + warp) * (kWarpSize * L::kAcc / 4);
 }
 
 // The worker of number `other` among those that share a tile with the one of number `mine`.
@@ -426,8 +428,8 @@ __device__ __forceinline__ void add_mine(int first, const float (&mine)[kAll],
   for (int i = 0; i < kCount; ++i) total[i] += mine[first + i];
 }
 
-// Adds up all workers' sums of a tile in the order of k, which is their own: a thread's from the one
-// with number `first` on, `mine` being this worker's. kAtOnce pieces are loaded together.
+// Adds up all workers' sums of a tile in the order of k, which is their own: a thread's from the
+// one with number `first` on, `mine` being this worker's. kAtOnce pieces are loaded together.
 template <typename L>
 __device__ __forceinline__ void add_pieces(const MidMArgs& a, const Segment& s, int first,
                                            int worker, int thread, const float (&mine)[L::kAcc],
@@ -605,8 +607,8 @@ __device__ __forceinline__ void finish_parts_by_copies(const MidMArgs& a, const 
   }
 }
 
-// Of a tile that two blocks share, a cluster: each sends the other one the sums of its half along m,
-// where slots were before, adds up those of its own half and stores them.
+// Of a tile that two blocks share, a cluster: each sends the other one the sums of its half along
+// m, where slots were before, adds up those of its own half and stores them.
 template <typename L>
 __device__ __forceinline__ void share_in_pair(const MidMArgs& a, const Segment& s,
                                               const Epilogue& e, uint32_t base, int thread,
@@ -716,8 +718,9 @@ __device__ __forceinline__ void multiply(const MidMArgs& a, int worker, uint32_t
   bool more = piece.next(s);
   if (more) weights.start(a, s, base, thread);
   barrier_sync(1, kThreads);  // the others are there
-  auto scales = static_cast<uint32_t>(
-      base + L::kScales + swizzled_offset(row_in_tile(warp, lane / 4, 0), 0, 1) + t / 2 * kTileBytes);
+  auto scales = static_cast<uint32_t>(base + L::kScales +
+                                      swizzled_offset(row_in_tile(warp, lane / 4, 0), 0, 1) +
+                                      t / 2 * kTileBytes);
   keep(scales);
   uint32_t shift = 16 * (t % 2);
   keep(shift);
@@ -806,8 +809,7 @@ __global__ void __launch_bounds__(kThreads, 1) mid_m_kernel(const __grid_constan
   if (threadIdx.x >= kMultipliers) {
     give_registers<kFetcherRegisters>();
     if (threadIdx.x == kMultipliers) {
-      for (uint32_t at = base + L::kBarriers; at < base + L::kEnd;
-           at += L::kBarrierStep) {
+      for (uint32_t at = base + L::kBarriers; at < base + L::kEnd; at += L::kBarrierStep) {
         barrier_init(at, 1);
         barrier_init(at + kSecondHalf, 1);
         barrier_init(at + kRead, kMidMWarps);

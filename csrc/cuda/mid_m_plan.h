@@ -101,8 +101,8 @@ inline MidMPlan plan_mid_m(int64_t m, int64_t n, int64_t k, int sm_count) {
     const auto consider = [&](int64_t finish, int64_t workers, int64_t pieces) {
       const int64_t piece = (tiles * (chunks + finish) + workers - 1) / workers;
       const bool pair = finish == 0 && pieces == 2;
-      const int64_t cost = piece * c.chunk + (pair ? c.pair() : c.share(pieces)) +
-                           (finish > 0 ? kMidMUneven : 0);
+      const int64_t cost =
+          piece * c.chunk + (pair ? c.pair() : c.share(pieces)) + (finish > 0 ? kMidMUneven : 0);
       if (best.ok() && cost >= best_cost) return;
       best_cost = cost;
       best =
@@ -129,7 +129,9 @@ inline int64_t mid_m_image_bytes(const MidMPlan& p) {
   return int64_t{p.m_tiles.value} * p.chunks.value * p.rows * kMidMChunkK * 2;
 }
 inline int64_t mid_m_sums_bytes(const MidMPlan& p) {
-  return p.workers.value == p.tiles || p.pairs() ? 0 : int64_t{p.workers.value} * 2 * kMidMTileN * p.rows * 4;
+  return p.workers.value == p.tiles || p.pairs()
+             ? 0
+             : int64_t{p.workers.value} * 2 * kMidMTileN * p.rows * 4;
 }
 inline int64_t mid_m_counter_bytes(const MidMPlan& p) {
   return int64_t{p.tiles} * kMidMWarps * kMidMParts * 4;
