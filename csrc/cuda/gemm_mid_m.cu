@@ -58,7 +58,9 @@ struct Layout {
   static constexpr uint32_t kSlotBytes = kScales + kScaleBytes;
   static constexpr uint32_t kBBytes = kMultipliers * kRows * kVectorBytes;
   static constexpr int kBStages = kN == 256 ? 3 : 6;
-  // Three a slot: first half and scales have come, second half has, all is read.
+  // Whether halves of a slot are free each for itself, where there are few slots.
+  static constexpr bool kHalves = kN >= MID_HALVES;
+  // Four a slot: first half and scales have come, second half has, first half is read, second is.
   static constexpr uint32_t kBarrierStep = 4 * kBarrierBytes;
   static constexpr int kSlots = std::min<int>(
       8, (kMaxSharedBytes - kSwizzleBytes - kBStages * kBBytes) / (kSlotBytes + kBarrierStep));
@@ -694,6 +696,7 @@ __device__ __forceinline__ void fetch(const MidMArgs& a, int worker, uint32_t ba
       barrier_expect(base + ring.barrier, L::kABytes + bytes);
       copy_bulk(base + ring.slot + L::kScales, scales, bytes, base + ring.barrier);
       copy_bulk(base + ring.slot, image, L::kABytes, base + ring.barrier);
+      if (L::kHalves) barrier_wait(base + ring.barrier + kRead + kSecondHalf, ring.parity);
       barrier_expect(base + ring.barrier + kSecondHalf, L::kABytes);
       copy_bulk(base + ring.slot + L::kABytes, image + L::kABytes, L::kABytes,
                 base + ring.barrier + kSecondHalf);
@@ -726,6 +729,7 @@ __device__ __forceinline__ void multiply(const MidMArgs& a, int worker, uint32_t
   keep(shift);
   const uint32_t first_operand = __shfl_sync(kFullWarp, wgmma_descriptor_low(base), 0);
   Ring<L> ring(0);
+  constexpr uint32_t kLast = kRead + (L::kHalves ? kSecondHalf : 0);
   while (more) {
     float acc[L::kAcc];
 #pragma unroll
@@ -759,14 +763,15 @@ __device__ __forceinline__ void multiply(const MidMArgs& a, int worker, uint32_t
         }
         wgmma_commit();
         wgmma_wait<1>();  // the other set is free, and with a chunk's first words the slot before
-        if (first == 0 && chunk > 0 && lane == 0) barrier_arrive(base + before + kRead);
+        if (first == 0 && chunk > 0 && lane == 0) barrier_arrive(base + before + kLast);
+        if (L::kHalves && first == 2 && lane == 0) barrier_arrive(base + ring.barrier + kRead);
       }
       before = ring.barrier;
       ring.advance();
     }
     wgmma_wait<0>();
     pin_registers(acc);
-    if (lane == 0) barrier_arrive(base + before + kRead);
+    if (lane == 0) barrier_arrive(base + before + kLast);
     piece.find_others(s);
     const Segment done = s;
     uint32_t id = threadIdx.x;  // anew: nothing of it has to stay in registers, or in memory
@@ -813,6 +818,7 @@ __global__ void __launch_bounds__(kThreads, 1) mid_m_kernel(const __grid_constan
         barrier_init(at, 1);
         barrier_init(at + kSecondHalf, 1);
         barrier_init(at + kRead, kMidMWarps);
+        barrier_init(at + kRead + kSecondHalf, kMidMWarps);
       }
       barrier_init(base + L::kOtherDone, kMidMWarps);
       for (uint32_t warp = 0; warp < kMidMWarps; ++warp) {
