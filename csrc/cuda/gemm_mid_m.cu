@@ -59,7 +59,7 @@ struct Layout {
   static constexpr uint32_t kBBytes = kMultipliers * kRows * kVectorBytes;
   static constexpr int kBStages = kN == 256 ? 3 : 6;
   // Whether halves of a slot are free each for itself, where there are few slots.
-  static constexpr bool kHalves = kN >= MID_HALVES;
+  static constexpr bool kHalves = kN >= 192;
   // Four a slot: first half and scales have come, second half has, first half is read, second is.
   static constexpr uint32_t kBarrierStep = 4 * kBarrierBytes;
   static constexpr int kSlots = std::min<int>(
