@@ -91,7 +91,16 @@ class Problem:
 @needs_hopper
 @pytest.mark.parametrize(
     ("n", "k"),
-    [(8, 32), (24, 96), (136, 4096), (257, 160), (1000, 2080), (5376, 96), (640, 14336)],
+    [
+        (8, 32),
+        (24, 96),
+        (136, 4096),
+        (257, 160),
+        (1000, 2080),
+        (5376, 96),
+        (640, 14336),
+        (4096, 4096),  # up to 384 rows most tiles are a pair of blocks'
+    ],
 )
 @pytest.mark.parametrize("kind", ["packed", torch.bfloat16, torch.float16], ids=str)
 def test_products(kind, n, k):
@@ -114,6 +123,19 @@ def test_products(kind, n, k):
             poison("cuda")
             again = p.run(alpha, bias, out_dtype)
             assert_same_bytes(again, first, f"m = {m}: run {run + 2}")
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_pairs_of_the_largest_tile():
+    """On 132 multiprocessors 64 tiles of 256 rows, each a pair of blocks'."""
+    p = Problem(256, 8192, 8192, "packed")
+    first = p.run(torch.tensor(ALPHA), p.bias, torch.float32)
+    p.check(first, p.bias)
+    for run in range(3):
+        poison("cuda")
+        again = p.run(torch.tensor(ALPHA), p.bias, torch.float32)
+        assert_same_bytes(again, first, f"run {run + 2}")
 
 
 @pytest.mark.gpu

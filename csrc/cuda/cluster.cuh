@@ -25,6 +25,19 @@ __device__ __forceinline__ unsigned cluster_index() {
   return index;
 }
 
+// At the barrier in the same place of block `rank` of the cluster. Says that this thread is done
+// reading, and no more: writes need not be visible there, which would cost a fence of all memory.
+__device__ __forceinline__ void barrier_arrive_cluster(uint32_t barrier, int rank) {
+#if NVFP4_WGMMA
+  asm volatile(
+      "{.reg .u32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];}" ::"r"(barrier),
+      "r"(rank)
+      : "memory");
+#endif
+}
+
 // v to `address` of block `rank`'s shared memory, a multiple of v's bytes, which are counted on the
 // barrier at `barrier` there.
 __device__ __forceinline__ void store_cluster_async(uint32_t address, int rank, const float (&v)[2],

@@ -7,13 +7,17 @@
 //   words before. No decoded weight touches memory.
 // - A is the other side, out of shared memory. A small kernel ahead writes A's image: for each tile
 //   of kN rows and chunk of 128 k, the bytes as shared memory wants them (128-byte swizzle), in the
-//   order of k in which words of codes decode, decoded where A is packed. One thread fetches it by
-//   bulk copies; codes and scales come through a pipeline that each thread has to itself.
-// - mid_m_plan.h cuts the work. Of the blocks that share a tile, the last ones to come add up, warp
-//   by warp, in the order of k: the same bytes in every run, whoever they are. No block needs
-//   another one to run at the same time.
+//   order of k in which words of codes decode, decoded where A is packed. One thread fetches it and
+//   the weights' scales by bulk copies; codes come through a pipeline that each thread has to
+//   itself.
+// - mid_m_plan.h cuts the work. Two blocks that have a tile to themselves are a cluster, and send
+//   each other half of their sums. Else those that share a tile leave sums in memory for each other
+//   and add up parts of it, warp by warp: who does what depends on who comes when, but all add in
+//   the order of k, so that the bytes are the same in every run. No block needs another one but
+//   that of its cluster to run at the same time.
 #include <mutex>
 
+#include "cluster.cuh"
 #include "common.cuh"
 #include "decode.cuh"
 #include "hopper.cuh"
@@ -33,32 +37,46 @@ constexpr int kMaxSharedBytes = 227 * 1024;
 constexpr int kSwizzleBytes = 1024;  // shared memory's alignment of a swizzled tile
 constexpr int kStageK = 64;          // of A: half a chunk, a swizzled row of 128 bytes
 constexpr int kRows = 2;             // of B, a lane
-constexpr int kCodeStep = kMidMChunkK / 2, kScaleStep = kMidMChunkK / kBlockSize * kTileRows;
+constexpr int kCodeStep = kMidMChunkK / 2;
 // Registers a thread: 168 x 384 are handed out as these.
 constexpr int kFetcherRegisters = 24, kMultiplierRegisters = 240;
 constexpr int kPatience = 20;  // looks for other blocks, about half a microsecond each
-constexpr int kBatch = 32;     // of a thread's sums, added to those of other blocks together
 
-// Shared memory, and how many stages of it there are, for tiles of kRowsOfA.
+// Shared memory, and how much of it there is for what, for tiles of kRowsOfA. A slot has what
+// copies bring of a chunk: both halves of A, and the tile's scales of B as they lie in memory.
 template <int kRowsOfA>
 struct Layout {
   static constexpr int kN = kRowsOfA, kAcc = kN / 2;  // sums a thread
   static constexpr int kPart = kAcc / kMidMParts;
-  // Other blocks' pieces to load together: as many as there are registers for.
-  static constexpr int kAtOnce = kN == 64 ? 3 : kN == 128 ? 2 : 1;
+  // Sums of a part, and of how many other blocks, to load together: as there are registers for.
+  static constexpr int kBatch = kN == 256 ? kPart / 2 : kPart, kAtOnce = kN == 256 ? 1 : 2;
   // Words of a row decoded at a time: short products need more of them under way.
   static constexpr int kWords = kN <= 128 ? 2 : 1;
-  static constexpr uint32_t kABytes = kN * kStageK * 2;  // of a stage
-  static constexpr uint32_t kScales = kMultipliers * kRows * kVectorBytes;
-  static constexpr uint32_t kBBytes = kScales + kMultipliers * kRows * 4;
+  static constexpr uint32_t kABytes = kN * kStageK * 2;  // of half a chunk
+  static constexpr uint32_t kScales = 2 * kABytes,
+                            kScaleBytes = kMidMChunkK / kBlockSize * kTileRows;
+  static constexpr uint32_t kSlotBytes = kScales + kScaleBytes;
+  static constexpr uint32_t kBBytes = kMultipliers * kRows * kVectorBytes;
   static constexpr int kBStages = kN == 256 ? 3 : 6;
-  static constexpr int kAStages = std::min<int>(
-      8, (kMaxSharedBytes - kSwizzleBytes - kBStages * kBBytes) / (kABytes + 2 * kBarrierBytes));
-  static constexpr uint32_t kB = kAStages * kABytes;
-  static constexpr uint32_t kBarriers = kB + kBStages * kBBytes;  // two a stage: full, empty
-  static constexpr uint32_t kEnd = kBarriers + kAStages * 2 * kBarrierBytes;
-  static constexpr uint32_t kBytes = kEnd + kSwizzleBytes;
-  static_assert(kAStages >= 4 && kBytes <= kMaxSharedBytes);
+  // Whether halves of a slot are free each for itself, where there are few slots.
+  static constexpr bool kHalves = kN >= 192;
+  // Four a slot: first half and scales have come, second half has, first half is read, second is.
+  static constexpr uint32_t kBarrierStep = 4 * kBarrierBytes;
+  static constexpr int kSlots = std::min<int>(
+      8, (kMaxSharedBytes - kSwizzleBytes - kBStages * kBBytes) / (kSlotBytes + kBarrierStep));
+  static constexpr uint32_t kB = kSlots * kSlotBytes;
+  static constexpr uint32_t kBarriers = kB + kBStages * kBBytes;
+  static constexpr uint32_t kEnd = kBarriers + kSlots * kBarrierStep;
+  // Of pairs of blocks: the other one has read its slots; a warp has received its sums.
+  static constexpr uint32_t kOtherDone = kEnd, kReceived = kEnd + kBarrierBytes;
+  static constexpr uint32_t kBytes = kReceived + kMidMWarps * kBarrierBytes + kSwizzleBytes;
+  // Bytes of a warp's sums: of a part; that a warp receives in pairs; that it has room for where
+  // slots were.
+  static constexpr uint32_t kPartBytes = kWarpSize * kPart * 4;
+  static constexpr uint32_t kSent = kMidMParts / 2 * kPartBytes;
+  static constexpr uint32_t kRoom = kSlots * kSlotBytes / kMidMWarps / kPartBytes * kPartBytes;
+  static_assert(kSent <= kRoom);
+  static_assert(kSlots >= 3 && kBytes <= kMaxSharedBytes);
 };
 
 struct MidMArgs {
@@ -186,13 +204,13 @@ __device__ __forceinline__ int row_in_tile(int warp, int g, int h) {
   return 16 * warp + 4 * (g / 2) + 2 * h + g % 2;
 }
 
-// A thread's own pipeline of codes and scales: for each chunk 16 bytes of codes of its two rows,
-// and the words that their two scales each are in.
+// A thread's own pipeline of codes: for each chunk 16 bytes of its two rows.
 template <typename L>
 struct Weights {
-  const uint8_t *row[kRows], *scale[kRows];
-  int at, end, inside;     // bytes of codes: to issue next, of the segment, that this lane's k has
-  uint32_t codes, scales;  // in shared memory
+  const uint8_t* row[kRows];
+  int at, end, inside;  // bytes of codes: to issue next, of the segment, that this lane's k has
+  int left;             // of those that this lane's k has, from the chunk to read next on
+  uint32_t codes;       // in shared memory
   uint32_t filling, reading;
 
   __device__ __forceinline__ void start(const MidMArgs& a, const Segment& s, uint32_t base,
@@ -205,14 +223,12 @@ struct Weights {
       const int in_tile = row_in_tile(thread / kWarpSize, lane / 4, h);
       const int64_t n = min(int64_t{s.n_tile} * kTileRows + in_tile, q.n - 1);
       row[h] = q.b + n * (q.k / 2) + int64_t{s.first} * kCodeStep + t * kVectorBytes;
-      scale[h] =
-          q.b_scale + swizzled_offset(n, 8 * int64_t{s.first} + 2 * t, a.tiles_per_row) / 4 * 4;
     }
     at = 0;
     end = s.count * kCodeStep;
     inside = static_cast<int>(q.k / 2 - int64_t{s.first} * kCodeStep) - t * kVectorBytes;
+    left = inside;
     codes = base + L::kB + static_cast<uint32_t>(thread) * kVectorBytes;
-    scales = base + L::kB + L::kScales + static_cast<uint32_t>(thread) * 4 * kRows;
     filling = reading = 0;
 #pragma unroll
     for (int i = 0; i < L::kBStages - 1; ++i) issue();
@@ -225,8 +241,6 @@ struct Weights {
       for (int h = 0; h < kRows; ++h) {
         copy_async(codes + filling + h * kMultipliers * kVectorBytes,
                    row[h] + static_cast<uint32_t>(at), valid * kVectorBytes);
-        copy_async_word(scales + filling + 4 * h,
-                        scale[h] + static_cast<uint32_t>(at) * (kScaleStep / kCodeStep), valid * 4);
       }
       at += kCodeStep;
       advance(filling);
@@ -234,18 +248,27 @@ struct Weights {
     commit_copies();
   }
 
-  // The next chunk's codes, and its scales as decode8_split wants them.
-  template <typename T>
-  __device__ __forceinline__ void read(uint4 (&words)[kRows], uint32_t (&factors)[kRows][2],
-                                       int t) {
+  // The next chunk's codes.
+  __device__ __forceinline__ void read(uint4 (&words)[kRows]) {
     wait_copies<L::kBStages - 2>();
 #pragma unroll
     for (int h = 0; h < kRows; ++h) {
       words[h] = load_shared(codes + reading + h * kMultipliers * kVectorBytes);
-      scale_pairs(load_shared_word(scales + reading + 4 * h) >> (16 * (t % 2)), factors[h], T{});
     }
     advance(reading);
     issue();
+  }
+  // And its scales as decode8_split wants them, from shared memory at `scales`: those of this
+  // lane's first row. Past the end of k memory may hold anything: zeros in its stead.
+  template <typename T>
+  __device__ __forceinline__ void read_scales(uint32_t (&factors)[kRows][2], uint32_t scales,
+                                              uint32_t own_shift) {
+    const uint32_t shift = left > 0 ? own_shift : 32;
+    left -= kCodeStep;
+#pragma unroll
+    for (int h = 0; h < kRows; ++h) {
+      scale_pairs(shift_right(load_shared_word(scales + 32 * h), shift), factors[h], T{});
+    }
   }
 
   __device__ __forceinline__ static void advance(uint32_t& stage) {
@@ -320,10 +343,39 @@ struct Epilogue {
   }
 };
 
-// kCount sums a thread, from column `first` of the tile's kN on.
+// Sums i .. i + 3 of two rows of B and two of A as results, four neighbours along n a lane.
+template <typename Out, int kCount>
+__device__ __forceinline__ void turn(uint32_t (&words)[sizeof(Out)], const MidMArgs& a,
+                                     const Epilogue& e, const float (&sums)[kCount], int i) {
+  uint32_t bits[kRows][2];
+#pragma unroll
+  for (int h = 0; h < kRows; ++h) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      bits[h][j] =
+          bits_of(from_float<Out>(fma_rn(e.alpha, sums[i + 2 * h + j] * a.unit, e.bias[h])));
+    }
+  }
+#pragma unroll
+  for (int h = 0; h < kRows; ++h) {
+    if constexpr (sizeof(Out) == 4) {
+      const uint32_t low = transpose_matrix(permute_bytes(bits[h][0], bits[h][1], 0x5410));
+      const uint32_t high = transpose_matrix(permute_bytes(bits[h][0], bits[h][1], 0x7632));
+      words[2 * h] = permute_bytes(low, high, 0x5410);
+      words[2 * h + 1] = permute_bytes(low, high, 0x7632);
+    } else {
+      words[h] = transpose_matrix(bits[h][0] | bits[h][1] << 16);
+    }
+  }
+}
+
+// kCount sums a thread, from column `first` of the tile's kN on. Some are turned round before the
+// first one of them is stored, so that they don't wait for each other.
 template <typename Out, int kCount>
 __device__ __forceinline__ void store(const MidMArgs& a, const Segment& s, const Epilogue& e,
                                       int warp, int lane, int first, const float (&sums)[kCount]) {
+  constexpr int kTogether = kCount % 16 == 0 ? 4 : kCount % 12 == 0 ? 3 : 2;  // times four
+  static_assert(kCount % (4 * kTogether) == 0);
   const SmallMParams& q = a.gemm;
   const int64_t n = int64_t{s.n_tile} * kTileRows + 16 * warp + 4 * (lane % 4);
   const int64_t m = int64_t{s.m_tile} * a.plan.rows + first + lane / 4;
@@ -331,30 +383,15 @@ __device__ __forceinline__ void store(const MidMArgs& a, const Segment& s, const
   const int rows = n < q.n ? static_cast<int>(min(q.m - m, int64_t{2 * kCount})) : 0;
   const bool wide = q.n % 4 == 0;
 #pragma unroll
-  for (int i = 0; i < kCount; i += 4) {
-    uint32_t bits[kRows][2];
+  for (int begin = 0; begin < kCount; begin += 4 * kTogether) {
+    uint32_t words[kTogether][sizeof(Out)];
 #pragma unroll
-    for (int h = 0; h < kRows; ++h) {
+    for (int b = 0; b < kTogether; ++b) turn<Out>(words[b], a, e, sums, begin + 4 * b);
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        bits[h][j] =
-            bits_of(from_float<Out>(fma_rn(e.alpha, sums[i + 2 * h + j] * a.unit, e.bias[h])));
-      }
+    for (int b = 0; b < kTogether; ++b) {
+      if (2 * (begin + 4 * b) < rows) store4(out, q.n - n, wide, words[b]);
+      out += 8 * q.n;
     }
-    uint32_t words[sizeof(Out)];
-#pragma unroll
-    for (int h = 0; h < kRows; ++h) {
-      if constexpr (sizeof(Out) == 4) {
-        const uint32_t low = transpose_matrix(permute_bytes(bits[h][0], bits[h][1], 0x5410));
-        const uint32_t high = transpose_matrix(permute_bytes(bits[h][0], bits[h][1], 0x7632));
-        words[2 * h] = permute_bytes(low, high, 0x5410);
-        words[2 * h + 1] = permute_bytes(low, high, 0x7632);
-      } else {
-        words[h] = transpose_matrix(bits[h][0] | bits[h][1] << 16);
-      }
-    }
-    if (2 * i < rows) store4(out, q.n - n, wide, words);
-    out += 8 * q.n;
   }
 }
 
@@ -372,36 +409,53 @@ __device__ __forceinline__ void store_as(const MidMArgs& a, const Segment& s, co
   }
 }
 
-// Where a worker leaves its sums of a tile. It may be the first of those that share one tile, and a
-// later one of those that share another.
+// Where a worker leaves a warp's sums of a tile: those of all lanes, four by four. It may be the
+// first of those that share one tile, and a later one of those that share another.
 template <typename L>
 __device__ __forceinline__ float4* left_sums(const MidMArgs& a, const Segment& s, int worker,
-                                             int thread) {
+                                             int warp) {
   const int64_t slot = 2 * worker + (worker == s.from);
-  return reinterpret_cast<float4*>(a.sums) + slot * (kMultipliers * L::kAcc / 4) + thread;
+  return reinterpret_cast<float4*>(a.sums) + (slot * kMidMWarps + warp) * (kWarpSize * L::kAcc / 4);
 }
 
-// Adds what workers [w, end) have left of a tile, one after the other: a thread's sums from the one
-// with number `first` on. kAtOnce pieces are loaded together.
-template <int kAtOnce, typename L, int kCount>
-__device__ __forceinline__ void add_pieces(const MidMArgs& a, const Segment& s, int first, int w,
-                                           int end, int thread, float (&total)[kCount]) {
+// The worker of number `other` among those that share a tile with the one of number `mine`.
+__device__ __forceinline__ int other_worker(const Segment& s, int other, int mine) {
+  return s.from + other + (other >= mine);
+}
+
+template <int kCount, int kAll>
+__device__ __forceinline__ void add_mine(int first, const float (&mine)[kAll],
+                                         float (&total)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) total[i] += mine[first + i];
+}
+
+// Adds up all workers' sums of a tile in the order of k, which is their own: a thread's from the
+// one with number `first` on, `mine` being this worker's. kAtOnce pieces are loaded together.
+template <typename L>
+__device__ __forceinline__ void add_pieces(const MidMArgs& a, const Segment& s, int first,
+                                           int worker, int thread, const float (&mine)[L::kAcc],
+                                           float (&total)[L::kBatch]) {
+  const int others = s.to - s.from, before = worker - s.from;
 #pragma unroll 1
-  for (; w < end; w += kAtOnce) {
-    float4 v[kAtOnce][kCount / 4];
+  for (int done = 0; done < others; done += L::kAtOnce) {
+    float4 v[L::kAtOnce][L::kBatch / 4];
 #pragma unroll
-    for (int p = 0; p < kAtOnce; ++p) {
-      const float4* theirs = left_sums<L>(a, s, w + p, thread) + first / 4 * kMultipliers;
+    for (int p = 0; p < L::kAtOnce; ++p) {
+      const float4* theirs =
+          left_sums<L>(a, s, other_worker(s, done + p, before), thread / kWarpSize) +
+          first / 4 * kWarpSize + thread % kWarpSize;
 #pragma unroll
-      for (int i = 0; i < kCount / 4; ++i) {
+      for (int i = 0; i < L::kBatch / 4; ++i) {
         v[p][i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (w + p < end) v[p][i] = __ldcg(theirs + i * kMultipliers);
+        if (done + p < others) v[p][i] = __ldcg(theirs + i * kWarpSize);
       }
     }
 #pragma unroll
-    for (int p = 0; p < kAtOnce; ++p) {
+    for (int p = 0; p < L::kAtOnce; ++p) {
+      if (done + p == before && before < others) add_mine(first, mine, total);
 #pragma unroll
-      for (int i = 0; i < kCount / 4; ++i) {
+      for (int i = 0; i < L::kBatch / 4; ++i) {
         total[4 * i] += v[p][i].x;
         total[4 * i + 1] += v[p][i].y;
         total[4 * i + 2] += v[p][i].z;
@@ -409,6 +463,7 @@ __device__ __forceinline__ void add_pieces(const MidMArgs& a, const Segment& s, 
       }
     }
   }
+  if (before == others) add_mine(first, mine, total);
 }
 
 // How many blocks have left their sums of what a warp has of a tile: lane p counts for part p of
@@ -417,105 +472,241 @@ class Counter {
  public:
   __device__ Counter(const MidMArgs& a, const Segment& s, int warp, int lane)
       : counter_(a.counters + (s.tile * kMidMWarps + warp) * kMidMParts + lane),
-        others_(static_cast<unsigned>(s.to - s.from)),
-        mine_(lane < kMidMParts) {}
+        others_(static_cast<unsigned>(s.to - s.from)) {}
 
-  __device__ bool all_others_came() const {
-    const bool all = __all_sync(kFullWarp, !mine_ || load_acquire(counter_) == others_);
-    __syncwarp();
-    return all;
-  }
-  // Counts this block. True in the lanes of parts of which it is the last to come. A lane that
-  // `waits` looks for the others for a while first.
-  __device__ bool come(bool waits) {
-    bool last = false;
-    if (mine_ && !waits) last = atomicAdd(counter_, 1u) == others_;
-    __syncwarp();
-    if (mine_ && waits) {
+  __device__ bool all_others_came() const { return load_acquire(counter_) == others_; }
+  // Looks for them for a while.
+  __device__ bool others_come() const {
 #pragma unroll 1
-      for (int look = 0; look < kPatience && load_acquire(counter_) != others_; ++look) {
-      }
-      last = atomicAdd(counter_, 1u) == others_;
+    for (int look = 0; look < kPatience; ++look) {
+      if (all_others_came()) return true;
     }
-    __syncwarp();
-    return last;
+    return false;
   }
+  // Counts this block, and gives how many were there.
+  __device__ unsigned come() const { return add_release_acquire(counter_, 1); }
+  __device__ bool was_last(unsigned there) const { return there == others_; }
 
  private:
   unsigned* counter_;
   unsigned others_;
-  bool mine_;
 };
 
-// Leaves a block's sums of a tile for the others, and adds up the parts of which it is the last to
-// come. So that blocks that come at about the same time share the adding, each owns parts, and is
-// the last of theirs to come if it is `patient` and the others come soon. None waits for long: a
-// block that is not running yet may be waiting for this one's multiprocessor.
+// Leaves a block's sums of those parts of a tile that are in the mask, all lanes'.
 template <typename L>
-__device__ __forceinline__ void leave_sums(const MidMArgs& a, const Segment& s, const Epilogue& e,
-                                           Counter& counter, int worker, bool patient, int thread,
-                                           const float (&sums)[L::kAcc]) {
-  const int warp = thread / kWarpSize, lane = thread % kWarpSize;
-  float4* mine = left_sums<L>(a, s, worker, thread);
+__device__ __forceinline__ void leave_sums(const MidMArgs& a, const Segment& s, unsigned mask,
+                                           int worker, int thread, const float (&sums)[L::kAcc]) {
+  float4* mine = left_sums<L>(a, s, worker, thread / kWarpSize) + thread % kWarpSize;
 #pragma unroll
-  for (int i = 0; i < L::kAcc; i += 4) {
-    mine[i / 4 * kMultipliers] = make_float4(sums[i], sums[i + 1], sums[i + 2], sums[i + 3]);
-  }
-  fence_device();
-  __syncwarp();
-  const int owner = s.from + lane * (s.to - s.from + 1) / kMidMParts;
-  const bool last = counter.come(patient && owner == worker);
-  fence_device();
-#pragma unroll 1
   for (int part = 0; part < kMidMParts; ++part) {
-    if (!__shfl_sync(kFullWarp, last, part)) continue;
-    float total[L::kPart] = {};
-    add_pieces<4, L>(a, s, part * L::kPart, s.from, s.to + 1, thread, total);
-    store_as(a, s, e, warp, lane, part * 2 * L::kPart, total);
+    if (!(mask >> part & 1)) continue;
+#pragma unroll
+    for (int i = part * L::kPart; i < (part + 1) * L::kPart; i += 4) {
+      mine[i / 4 * kWarpSize] = make_float4(sums[i], sums[i + 1], sums[i + 2], sums[i + 3]);
+    }
+  }
+  __syncwarp();
+}
+
+// Which parts of a tile that other blocks have sums of, too, this one is to finish: of those the
+// others' sums are there. So that blocks that come at about the same time share the adding, each
+// owns parts: it does not leave those as long as it is `patient` and the others come soon, while
+// all others' it does. None waits for long: a block that is not running yet may be waiting for this
+// one's multiprocessor. Whoever has left sums and is the last to come finishes the part.
+template <typename L>
+__device__ __forceinline__ unsigned share_sums(const MidMArgs& a, const Segment& s, int worker,
+                                               bool patient, int thread,
+                                               const float (&sums)[L::kAcc]) {
+  const int lane = thread % kWarpSize;
+  const bool counts = lane < kMidMParts;
+  const Counter counter(a, s, thread / kWarpSize, lane);
+  const bool owns = patient && s.from + lane * (s.to - s.from + 1) / kMidMParts == worker;
+  bool finish = counts && counter.all_others_came();
+  bool leave = counts && !finish && !owns;
+#pragma unroll 1
+  for (int turn = 0; turn < 2; ++turn) {
+    const unsigned mask = __ballot_sync(kFullWarp, leave);
+    if (mask != 0) leave_sums<L>(a, s, mask, worker, thread, sums);
+    unsigned there = 0;
+    if (leave) there = counter.come();
+    const bool left = leave;
+    leave = false;
+    if (turn == 0 && counts && owns && !finish) {
+      finish = counter.others_come();
+      leave = !finish;
+    }
+    if (left) finish = counter.was_last(there);
+    __syncwarp();
+  }
+  return __ballot_sync(kFullWarp, finish);
+}
+
+// Adds up those parts of a tile that are in the mask, all lanes', in the order of k, and stores
+// them.
+template <typename L>
+__device__ __forceinline__ void finish_parts(const MidMArgs& a, const Segment& s, const Epilogue& e,
+                                             unsigned mask, int worker, int thread,
+                                             const float (&sums)[L::kAcc]) {
+#pragma unroll
+  for (int part = 0; part < kMidMParts; ++part) {
+    if (!(mask >> part & 1)) continue;
+#pragma unroll
+    for (int first = part * L::kPart; first < (part + 1) * L::kPart; first += L::kBatch) {
+      float total[L::kBatch] = {};
+      add_pieces<L>(a, s, first, worker, thread, sums, total);
+      store_as(a, s, e, thread / kWarpSize, thread % kWarpSize, 2 * first, total);
+    }
   }
 }
 
-// Adds all others' sums of a tile.
+// The same where slots are free: all of the others' sums are on their way at the same time. `room`:
+// a warp's part of them.
 template <typename L>
-__device__ __forceinline__ void add_others(const MidMArgs& a, const Segment& s, int worker,
-                                           int thread, float (&sums)[L::kAcc]) {
-  fence_device();
-#pragma unroll
-  for (int b = 0; b < L::kAcc; b += kBatch) {
-    float total[kBatch] = {};
-    add_pieces<L::kAtOnce, L>(a, s, b, s.from, worker, thread, total);
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) total[i] += sums[b + i];
-    add_pieces<L::kAtOnce, L>(a, s, b, worker + 1, s.to + 1, thread, total);
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) sums[b + i] = total[i];
+__device__ __forceinline__ void finish_parts_by_copies(const MidMArgs& a, const Segment& s,
+                                                       const Epilogue& e, unsigned mask, int worker,
+                                                       uint32_t room, uint32_t received, int thread,
+                                                       const float (&sums)[L::kAcc]) {
+  const int others = s.to - s.from, before = worker - s.from;
+  const int warp = thread / kWarpSize, lane = thread % kWarpSize;
+  if (lane == 0) {
+    fence_async_proxy();
+    barrier_expect(received, __popc(mask) * others * L::kPartBytes);
+    uint32_t to = room;
+#pragma unroll 1
+    for (unsigned left = mask; left != 0; left &= left - 1) {
+      const int first = (__ffs(left) - 1) * L::kPart;
+#pragma unroll 1
+      for (int other = 0; other < others; ++other) {
+        copy_bulk(to,
+                  left_sums<L>(a, s, other_worker(s, other, before), warp) + first / 4 * kWarpSize,
+                  L::kPartBytes, received);
+        to += L::kPartBytes;
+      }
+    }
   }
+  __syncwarp();
+  barrier_wait(received, 0);
+  uint32_t from = room + lane * kVectorBytes;
+#pragma unroll
+  for (int part = 0; part < kMidMParts; ++part) {
+    if (!(mask >> part & 1)) continue;
+    float total[L::kPart] = {};
+#pragma unroll 1
+    for (int other = 0; other < others; ++other) {
+      if (other == before) add_mine(part * L::kPart, sums, total);
+#pragma unroll
+      for (int i = 0; i < L::kPart; i += 4) {
+        const uint4 v = load_shared(from + i * (kWarpSize * 4));
+        total[i] += __uint_as_float(v.x);
+        total[i + 1] += __uint_as_float(v.y);
+        total[i + 2] += __uint_as_float(v.z);
+        total[i + 3] += __uint_as_float(v.w);
+      }
+      from += L::kPartBytes;
+    }
+    if (before == others) add_mine(part * L::kPart, sums, total);
+    store_as(a, s, e, warp, lane, 2 * part * L::kPart, total);
+  }
+}
+
+// Of a tile that two blocks share, a cluster: each sends the other one the sums of its half along
+// m, where slots were before, adds up those of its own half and stores them.
+template <typename L>
+__device__ __forceinline__ void share_in_pair(const MidMArgs& a, const Segment& s,
+                                              const Epilogue& e, uint32_t base, int thread,
+                                              float (&sums)[L::kAcc]) {
+  constexpr int kHalf = L::kAcc / 2;
+  const int rank = cluster_rank(), other = 1 - rank;
+  const int warp = thread / kWarpSize, lane = thread % kWarpSize;
+  cluster_wait();  // the other one runs, its barriers are set up
+  __syncwarp();
+  if (lane == 0) barrier_arrive_cluster(base + L::kOtherDone, other);
+  if (rank == 1) {
+#pragma unroll
+    for (int i = 0; i < kHalf; ++i) {
+      const float first = sums[i];
+      sums[i] = sums[kHalf + i];
+      sums[kHalf + i] = first;
+    }
+  }
+  const uint32_t received = base + L::kReceived + warp * kBarrierBytes;
+  const uint32_t at = base + warp * L::kRoom + lane * kVectorBytes;
+  if (lane == 0) barrier_expect(received, L::kSent);
+  barrier_wait(base + L::kOtherDone, 0);
+#pragma unroll
+  for (int i = 0; i < kHalf; i += 4) {
+    const float four[4] = {sums[kHalf + i], sums[kHalf + i + 1], sums[kHalf + i + 2],
+                           sums[kHalf + i + 3]};
+    store_cluster_async(at + i * (kWarpSize * 4), other, four, received);
+  }
+  barrier_wait(received, 0);
+  float total[kHalf];
+#pragma unroll
+  for (int i = 0; i < kHalf; i += 4) {
+    const uint4 v = load_shared(at + i * (kWarpSize * 4));
+    total[i] = sums[i] + __uint_as_float(v.x);
+    total[i + 1] = sums[i + 1] + __uint_as_float(v.y);
+    total[i + 2] = sums[i + 2] + __uint_as_float(v.z);
+    total[i + 3] = sums[i + 3] + __uint_as_float(v.w);
+  }
+  store_as(a, s, e, warp, lane, rank * 2 * kHalf, total);
 }
 
 // -------------------------------------------------------------------------------------- main loop
 
+// Slots and their barriers, one after the other: bytes from the first one's.
 template <typename L>
-__device__ __forceinline__ void fetch_a(const MidMArgs& a, int worker, uint32_t base) {
+struct Ring {
+  uint32_t slot = 0, barrier = L::kBarriers, operand = 0;  // that in 16 bytes
+  uint32_t parity;                                         // of the round
+
+  __device__ explicit Ring(uint32_t first_parity) : parity(first_parity) {}
+  __device__ __forceinline__ void advance() {
+    slot += L::kSlotBytes;
+    operand += L::kSlotBytes / kVectorBytes;
+    barrier += L::kBarrierStep;
+    if (barrier == L::kEnd) {
+      slot = operand = 0;
+      barrier = L::kBarriers;
+      parity ^= 1;
+    }
+  }
+};
+constexpr uint32_t kSecondHalf = kBarrierBytes, kRead = 2 * kBarrierBytes;  // of a slot's barriers
+
+// Brings A's image and B's scales.
+template <typename L>
+__device__ __forceinline__ void fetch(const MidMArgs& a, int worker, uint32_t base) {
   Piece piece(a.plan, worker);
   Segment s;
-  uint32_t ring = base, full = base + L::kBarriers;
-  uint32_t parity = 1;  // of the empty barriers: in the first round there is nothing to wait for
+  bool very_first = true;
+  Ring<L> ring(1);  // of the barriers of slots read: in the first round nothing to wait for
   wait_for_kernel_ahead();
   while (piece.next(s)) {
-    const uint8_t* from =
+    const uint8_t* image =
         a.image + (int64_t{s.m_tile} * a.plan.chunks.value + s.first) * (2 * L::kABytes);
-    for (int i = 2 * s.count; i > 0; --i) {
-      barrier_wait(full + 8, parity);
-      barrier_expect(full, L::kABytes);
-      copy_bulk(ring, from, L::kABytes, full);
-      from += L::kABytes;
-      ring += L::kABytes;
-      full += 16;
-      if (full == base + L::kEnd) {
-        ring = base;
-        full = base + L::kBarriers;
-        parity ^= 1;
-      }
+    // Bytes of scales that B's row of tiles has left. Its last chunk may have half of one.
+    const int64_t first = int64_t{s.first} * L::kScaleBytes;
+    int64_t left = a.tiles_per_row * kTileBytes - first;
+    const uint8_t* scales = a.gemm.b_scale + s.n_tile * a.tiles_per_row * kTileBytes + first;
+#pragma unroll 1
+    for (int i = s.count; i > 0; --i) {
+      const auto bytes = static_cast<uint32_t>(min(left, int64_t{L::kScaleBytes}));
+      barrier_wait(base + ring.barrier + kRead, ring.parity);
+      barrier_expect(base + ring.barrier, L::kABytes + bytes);
+      copy_bulk(base + ring.slot + L::kScales, scales, bytes, base + ring.barrier);
+      copy_bulk(base + ring.slot, image, L::kABytes, base + ring.barrier);
+      if (L::kHalves) barrier_wait(base + ring.barrier + kRead + kSecondHalf, ring.parity);
+      barrier_expect(base + ring.barrier + kSecondHalf, L::kABytes);
+      copy_bulk(base + ring.slot + L::kABytes, image + L::kABytes, L::kABytes,
+                base + ring.barrier + kSecondHalf);
+      // The first ones come sooner if none of the others are asked for yet.
+      if (very_first) barrier_wait(base + ring.barrier, 0);
+      very_first = false;
+      image += 2 * L::kABytes;
+      scales += L::kScaleBytes;
+      left -= L::kScaleBytes;
+      ring.advance();
     }
   }
 }
@@ -523,28 +714,35 @@ __device__ __forceinline__ void fetch_a(const MidMArgs& a, int worker, uint32_t 
 template <typename T, typename L>
 __device__ __forceinline__ void multiply(const MidMArgs& a, int worker, uint32_t base) {
   const int thread = static_cast<int>(threadIdx.x), warp = thread / kWarpSize;
-  const int lane = thread % kWarpSize;
+  const int lane = thread % kWarpSize, t = lane % 4;
   Piece piece(a.plan, worker);
   Segment s;
   Weights<L> weights;
   bool more = piece.next(s);
   if (more) weights.start(a, s, base, thread);
   barrier_sync(1, kThreads);  // the others are there
-  const uint64_t operands = wgmma_descriptor(base);
-  int stage = 0, before = 0;
-  uint32_t parity = 0;
-  const auto release = [&] {
-    if (lane == 0) barrier_arrive(base + L::kBarriers + 16 * before + 8);
-  };
+  auto scales = static_cast<uint32_t>(base + L::kScales +
+                                      swizzled_offset(row_in_tile(warp, lane / 4, 0), 0, 1) +
+                                      t / 2 * kTileBytes);
+  keep(scales);
+  uint32_t shift = 16 * (t % 2);
+  keep(shift);
+  const uint32_t first_operand = __shfl_sync(kFullWarp, wgmma_descriptor_low(base), 0);
+  Ring<L> ring(0);
+  constexpr uint32_t kLast = kRead + (L::kHalves ? kSecondHalf : 0);
   while (more) {
     float acc[L::kAcc];
 #pragma unroll
     for (int i = 0; i < L::kAcc; ++i) acc[i] = 0.0f;
     uint32_t fragment[2][L::kWords][2][4];  // one set is decoded while products read the other
+    uint32_t before = 0;                    // the barrier of the slot read before
     for (int chunk = 0; chunk < s.count; ++chunk) {
       uint4 words[kRows];
       uint32_t factors[kRows][2];
-      weights.template read<T>(words, factors, lane % 4);
+      weights.read(words);
+      barrier_wait(base + ring.barrier, ring.parity);
+      weights.template read_scales<T>(factors, ring.slot + scales, shift);
+      const uint64_t operands = wgmma_descriptor_of(first_operand + ring.operand);
 #pragma unroll
       for (int first = 0; first < 4; first += L::kWords) {
         auto& set = fragment[first / L::kWords % 2];
@@ -554,45 +752,54 @@ __device__ __forceinline__ void multiply(const MidMArgs& a, int worker, uint32_t
           decode<T>(set[i], word(words[0], w), word(words[1], w), factors[0][w / 2],
                     factors[1][w / 2]);
         }
-        if (first % 2 == 0) barrier_wait(base + L::kBarriers + 16 * stage, parity);
+        if (first == 2) barrier_wait(base + ring.barrier + kSecondHalf, ring.parity);
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < L::kWords; ++i) {
-          const uint64_t operand =
-              operands + stage * (L::kABytes / 16) + (first + i) % 2 * (4 * kVectorBytes / 16);
+          const int w = first + i;
+          const uint64_t operand = operands + (w / 2 * L::kABytes + w % 2 * 64) / kVectorBytes;
           wgmma(acc, set[i][0], operand, T{});
           wgmma(acc, set[i][1], operand + 2, T{});
         }
         wgmma_commit();
-        wgmma_wait<1>();  // the other set is free, and with a stage's first words the one before
-        if (first % 2 == 0 && (chunk > 0 || first > 0)) release();
-        if ((first + L::kWords) % 2 == 0) {
-          before = stage;
-          if (++stage == L::kAStages) {
-            stage = 0;
-            parity ^= 1;
-          }
-        }
+        wgmma_wait<1>();  // the other set is free, and with a chunk's first words the slot before
+        if (first == 0 && chunk > 0 && lane == 0) barrier_arrive(base + before + kLast);
+        if (L::kHalves && first == 2 && lane == 0) barrier_arrive(base + ring.barrier + kRead);
       }
+      before = ring.barrier;
+      ring.advance();
     }
     wgmma_wait<0>();
     pin_registers(acc);
-    release();
+    if (lane == 0) barrier_arrive(base + before + kLast);
     piece.find_others(s);
     const Segment done = s;
-    const Epilogue epilogue(a.gemm, done, warp, lane);
+    uint32_t id = threadIdx.x;  // anew: nothing of it has to stay in registers, or in memory
+    keep(id);
+    const int self = static_cast<int>(id);
+    const Epilogue epilogue(a.gemm, done, self / kWarpSize, self % kWarpSize);
     more = piece.next(s);
-    if (more) weights.start(a, s, base, thread);
-    if (done.from != done.to) {
-      wait_for_kernel_ahead();  // it sets the counters to zero
-      Counter counter(a, done, warp, lane);
-      if (!counter.all_others_came()) {
-        leave_sums<L>(a, done, epilogue, counter, worker, !more, thread, acc);
-        continue;
-      }
-      add_others<L>(a, done, worker, thread, acc);
+    if (more) weights.start(a, s, base, self);
+    if (done.from == done.to) {
+      store_as(a, done, epilogue, self / kWarpSize, self % kWarpSize, 0, acc);
+      continue;
     }
-    store_as(a, done, epilogue, warp, lane, 0, acc);
+    if (a.plan.pairs()) {
+      share_in_pair<L>(a, done, epilogue, base, self, acc);
+      continue;
+    }
+    wait_for_kernel_ahead();  // it sets the counters to zero
+    const unsigned parts = share_sums<L>(a, done, worker, !more, self, acc);
+    const uint32_t own = self / kWarpSize;
+    if (!more) barrier_sync(2, kMultipliers);  // all have read their slots
+    if (!more && __popc(parts) * (done.to - done.from) * L::kPartBytes <= L::kRoom) {
+      if (parts != 0) {
+        finish_parts_by_copies<L>(a, done, epilogue, parts, worker, base + own * L::kRoom,
+                                  base + L::kReceived + own * kBarrierBytes, self, acc);
+      }
+    } else {
+      finish_parts<L>(a, done, epilogue, parts, worker, self, acc);
+    }
   }
   wait_copies<0>();
 }
@@ -607,17 +814,26 @@ __global__ void __launch_bounds__(kThreads, 1) mid_m_kernel(const __grid_constan
   if (threadIdx.x >= kMultipliers) {
     give_registers<kFetcherRegisters>();
     if (threadIdx.x == kMultipliers) {
-      for (uint32_t at = base + L::kBarriers; at < base + L::kEnd; at += 16) {
+      for (uint32_t at = base + L::kBarriers; at < base + L::kEnd; at += L::kBarrierStep) {
         barrier_init(at, 1);
-        barrier_init(at + 8, kMidMWarps);
+        barrier_init(at + kSecondHalf, 1);
+        barrier_init(at + kRead, kMidMWarps);
+        barrier_init(at + kRead + kSecondHalf, kMidMWarps);
+      }
+      barrier_init(base + L::kOtherDone, kMidMWarps);
+      for (uint32_t warp = 0; warp < kMidMWarps; ++warp) {
+        barrier_init(base + L::kReceived + warp * kBarrierBytes, 1);
       }
       fence_barrier_init();
     }
     __syncwarp();
     barrier_arrive(1, kThreads);
-    if (threadIdx.x == kMultipliers) fetch_a<L>(a, worker, base);
+    if (a.plan.pairs()) cluster_arrive_relaxed();
+    if (threadIdx.x == kMultipliers) fetch<L>(a, worker, base);
+    if (a.plan.pairs()) cluster_wait();
   } else {
     take_registers<kMultiplierRegisters>();
+    if (a.plan.pairs()) cluster_arrive_relaxed();
     multiply<T, L>(a, worker, base);
   }
 #endif
@@ -671,16 +887,19 @@ void launch_mid_m(const MidMArgs& a, bool packed, Stream stream) {
   const dim3 image_grid(static_cast<unsigned>(ceil_div(a.plan.chunks.value * 4, kImageThreads)),
                         static_cast<unsigned>(a.plan.m_tiles.value * a.plan.rows));
   launch("gemm_mid_m, A's image", image, image_grid, kImageThreads, stream, a);
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = 2;
+  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(a.plan.workers.value));
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = L::kBytes;
   config.stream = as_stream(stream);
-  config.attrs = &attribute;
-  config.numAttrs = 1;
+  config.attrs = attributes;
+  config.numAttrs = a.plan.pairs() ? 2 : 1;
   check(cudaLaunchKernelEx(&config, mid_m_kernel<T, L>, a), "gemm_mid_m");
 }
 

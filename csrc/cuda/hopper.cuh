@@ -176,6 +176,18 @@ __device__ __forceinline__ unsigned load_acquire(const unsigned* p) {
 #endif
   return v;
 }
+// Adds, and gives what was there. What came before this is there for whoever sees the sum, and what
+// those saw whose sums this one sees is there after.
+__device__ __forceinline__ unsigned add_release_acquire(unsigned* p, unsigned v) {
+  unsigned before = 0;
+#if NVFP4_WGMMA
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(p), "r"(v)
+               : "memory");
+#endif
+  return before;
+}
 
 // ----------------------------------------------------------------------------------- warpgroups
 

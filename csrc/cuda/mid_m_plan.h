@@ -54,6 +54,10 @@ struct MidMPlan {
         line(all_tiles * (all_chunks + end)),
         tile_line(all_chunks + end) {}
 
+  // Every tile is two workers' and theirs alone, which are neighbours: their blocks send each other
+  // their sums.
+  NVFP4_HD bool pairs() const { return finish == 0 && workers.value == 2 * tiles; }
+
   // Where not, the problem is too large for the kernel's arithmetic.
   bool ok() const { return rows > 0; }
 
@@ -70,19 +74,22 @@ struct MidMPlan {
   }
 };
 
-// Cycles a chunk takes, and for how many of them a tile's end lets a line's pieces be shorter:
-// chosen by the times of 600 plans of 64 problems on an H200.
+// Cycles a chunk takes, for how many of them a tile's end lets a line's pieces be shorter, and how
+// many it takes: chosen by the times of 1,438 plans of 134 problems on an H200.
 struct MidMCosts {
   int rows;
-  int64_t chunk, finish;
+  int64_t chunk, finish, end;
 
   // Of a tile in several pieces: to leave sums and to add those of the others.
   constexpr int64_t share(int64_t pieces) const {
-    return pieces > 1 ? 7000 + 40 * rows + 500 * pieces : 0;
+    return pieces > 1 ? 900 + 33 * rows + 800 * pieces : 0;
   }
+  // Of one that is a pair's.
+  constexpr int64_t pair() const { return 2000 + 6 * rows; }
 };
-constexpr int64_t kMidMUneven = 2500;  // of pieces that end inside tiles: they meet at odd times
-constexpr MidMCosts kMidMCosts[] = {{256, 2048, 4}, {192, 1600, 4}, {128, 1180, 8}, {64, 1000, 8}};
+constexpr int64_t kMidMUneven = 4900;  // of pieces that end inside tiles: they meet at odd times
+constexpr MidMCosts kMidMCosts[] = {
+    {256, 2048, 4, 8}, {192, 1580, 4, 6}, {128, 1130, 8, 5}, {64, 910, 8, 6}};
 
 inline MidMPlan plan_mid_m(int64_t m, int64_t n, int64_t k, int sm_count) {
   const int64_t chunks = (k + kMidMChunkK - 1) / kMidMChunkK;
@@ -93,8 +100,11 @@ inline MidMPlan plan_mid_m(int64_t m, int64_t n, int64_t k, int sm_count) {
     const int64_t tiles = (n + kMidMTileN - 1) / kMidMTileN * m_tiles;
     if (tiles * (chunks + c.finish) >= INT32_MAX / (sm_count + 1)) continue;
     const auto consider = [&](int64_t finish, int64_t workers, int64_t pieces) {
-      const int64_t piece = (tiles * (chunks + finish) + workers - 1) / workers;
-      const int64_t cost = piece * c.chunk + c.share(pieces) + (finish > 0 ? kMidMUneven : 0);
+      const int64_t end = finish > 0 ? c.end : 0;
+      const int64_t piece = (tiles * (chunks + end) + workers - 1) / workers;
+      const bool pair = finish == 0 && pieces == 2;
+      const int64_t cost =
+          piece * c.chunk + (pair ? c.pair() : c.share(pieces)) + (finish > 0 ? kMidMUneven : 0);
       if (best.ok() && cost >= best_cost) return;
       best_cost = cost;
       best =
@@ -121,7 +131,9 @@ inline int64_t mid_m_image_bytes(const MidMPlan& p) {
   return int64_t{p.m_tiles.value} * p.chunks.value * p.rows * kMidMChunkK * 2;
 }
 inline int64_t mid_m_sums_bytes(const MidMPlan& p) {
-  return p.workers.value == p.tiles ? 0 : int64_t{p.workers.value} * 2 * kMidMTileN * p.rows * 4;
+  return p.workers.value == p.tiles || p.pairs()
+             ? 0
+             : int64_t{p.workers.value} * 2 * kMidMTileN * p.rows * 4;
 }
 inline int64_t mid_m_counter_bytes(const MidMPlan& p) {
   return int64_t{p.tiles} * kMidMWarps * kMidMParts * 4;

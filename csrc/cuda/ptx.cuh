@@ -34,6 +34,13 @@ __device__ __forceinline__ uint32_t select_bits(uint32_t a, uint32_t b, uint32_t
   return r;
 }
 
+// v >> shift; 0 where shift is 32 or more, which the language leaves open.
+__device__ __forceinline__ uint32_t shift_right(uint32_t v, uint32_t shift) {
+  uint32_t r;
+  asm("shr.u32 %0, %1, %2;" : "=r"(r) : "r"(v), "r"(shift));
+  return r;
+}
+
 // max that a NaN operand turns into NaN.
 __device__ __forceinline__ float max_nan(float a, float b) {
   float r;

@@ -9,7 +9,7 @@
 
 #include <cstdint>
 
-#include "hopper.cuh"
+#include "cluster.cuh"
 
 namespace nvfp4::cuda {
 
@@ -21,19 +21,6 @@ constexpr int kBoxBytes = 128;  // of a row
 // `data` and `row_bytes` are multiples of 16.
 CUtensorMap tensor_map(const void* data, int element_bytes, int64_t rows, int64_t columns,
                        int64_t row_bytes, int box_rows);
-
-// At the barrier in the same place of block `rank` of the cluster. Says that this thread is done
-// reading, and no more: writes need not be visible there, which would cost a fence of all memory.
-__device__ __forceinline__ void barrier_arrive_cluster(uint32_t barrier, int rank) {
-#if NVFP4_WGMMA
-  asm volatile(
-      "{.reg .u32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [remote];}" ::"r"(barrier),
-      "r"(rank)
-      : "memory");
-#endif
-}
 
 // The box whose first element is (row, column); `target` is a multiple of 1024 bytes. Its bytes,
 // those outside the matrix too, are counted on `barrier`.

@@ -101,6 +101,8 @@ void launch(dim3 grid, dim3 block, int cluster, size_t shared_bytes,
 inline void __syncthreads() { emulator::sync_block(); }
 inline void __syncwarp() { emulator::exchange({}); }
 inline void __threadfence() {}
+inline int __popc(unsigned v) { return __builtin_popcount(v); }
+inline int __ffs(int v) { return __builtin_ffs(v); }
 template <typename T>
 T __ldcg(const T* p) {
   return *p;
@@ -127,6 +129,12 @@ inline uint32_t __shfl_xor_sync(unsigned, uint32_t v, int mask) {
 inline int __all_sync(unsigned, int predicate) {
   const auto* all = emulator::exchange({{predicate != 0}});
   return std::all_of(all, all + emulator::kWarp, [](const auto& d) { return d.word[0] != 0; });
+}
+inline uint32_t __ballot_sync(unsigned, int predicate) {
+  const auto* all = emulator::exchange({{predicate != 0}});
+  uint32_t bits = 0;
+  for (int i = 0; i < emulator::kWarp; ++i) bits |= all[i].word[0] << i;
+  return bits;
 }
 inline int __any_sync(unsigned, int predicate) {
   const auto* all = emulator::exchange({{predicate != 0}});

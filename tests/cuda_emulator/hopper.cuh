@@ -36,6 +36,9 @@ inline void copy_bulk(uint32_t target, const void* source, uint32_t bytes, uint3
   std::memcpy(dynamic_shared() + target, source, bytes);
   emulator::bytes_arrived(cluster_rank(), barrier, static_cast<int>(bytes));
 }
+inline void barrier_arrive_cluster(uint32_t barrier, int rank) {
+  emulator::arrive(rank, barrier, 0);
+}
 inline void cluster_arrive_relaxed() {}
 inline unsigned cluster_index() { return static_cast<unsigned>(emulator::cluster_index()); }
 template <int kCount>
@@ -55,6 +58,7 @@ inline unsigned load_acquire(const unsigned* p) {
   static unsigned looks = 0;
   return looks++ / 8 % 2 == 0 ? 0 : *p;
 }
+inline unsigned add_release_acquire(unsigned* p, unsigned v) { return atomicAdd(p, v); }
 inline uint32_t transpose_matrix(uint32_t pair) {
   const auto* all = emulator::exchange({{pair}});
   const int row = emulator::lane() / 4, column = 2 * (emulator::lane() % 4);
@@ -66,6 +70,7 @@ inline uint32_t transpose_matrix(uint32_t pair) {
   return out;
 }
 inline void fence_shared_for_wgmma() {}
+inline void fence_async_proxy() {}
 
 inline void keep(uint32_t&) {}
 

@@ -16,6 +16,7 @@ inline uint32_t both_high(uint32_t pair) { return (pair >> 16) * 0x10001u; }
 inline uint32_t select_bits(uint32_t a, uint32_t b, uint32_t mask) {
   return (a & mask) | (b & ~mask);
 }
+inline uint32_t shift_right(uint32_t v, uint32_t shift) { return shift < 32 ? v >> shift : 0; }
 inline uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
   const uint64_t bytes = a | uint64_t{b} << 32;
   uint32_t r = 0;

@@ -16,14 +16,15 @@
 
 namespace emulator {
 
-Barrier named[16];
+Barrier named[2][16];  // by block of a cluster
 
 void sync_named(int id, int threads) {
-  named[id].expected = threads;
-  wait(named[id]);
+  Barrier& b = named[cluster_rank()][id];
+  b.expected = threads;
+  wait(b);
 }
 void arrive_named(int id, int threads) {
-  Barrier& b = named[id];
+  Barrier& b = named[cluster_rank()][id];
   b.expected = threads;
   if (++b.arrived < threads) return;
   b.arrived = 0;
@@ -123,9 +124,25 @@ int main() {
   const struct {
     int64_t m, n, k;
     int sms;
-  } cases[] = {{33, 300, 672, 2},  {33, 40, 32, 1},   {65, 140, 160, 2},
-               {100, 300, 672, 2}, {70, 20, 1312, 5}, {180, 300, 416, 2},
-               {250, 300, 288, 2}, {257, 24, 640, 1}, {500, 77, 160, 2}};
+  } cases[] = {{33, 300, 672, 2},
+               {33, 40, 32, 1},
+               {65, 140, 160, 2},
+               {100, 300, 672, 2},
+               {70, 20, 1312, 5},
+               {180, 300, 416, 2},
+               {250, 300, 288, 2},
+               {257, 24, 640, 1},
+               {500, 77, 160, 2},
+               // Tiles of three, four and eight pieces, and of pairs.
+               {33, 40, 1312, 3},
+               {40, 40, 1312, 4},
+               {40, 24, 1312, 8},
+               {65, 24, 1952, 3},
+               {180, 24, 3872, 3},
+               {250, 24, 3872, 3},
+               {65, 24, 160, 4},
+               {65, 24, 1312, 2},
+               {180, 24, 1952, 2}};
   using Machine = emulator::Machine;
   int kind = 0;
   for (const auto& c : cases) {
