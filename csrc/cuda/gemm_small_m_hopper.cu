@@ -535,8 +535,8 @@ __device__ __forceinline__ void multiply(WeightRing& b, int chunk, int steps, in
 // rows are past m is looked at.
 //
 // Up to 16 rows of A each lane sends its own sums. With more of them that takes the time of a step
-// or two, and a warp's sums go from its ring as one copy, or as many as there are blocks to add
-// them up. So its rows have places beside each other there; else neighbours in n have.
+// or two, and a warp's sums go from its ring as one copy, or as many as there are other blocks to
+// add them up. So its rows have places beside each other there; else neighbours in n have.
 
 template <int kTiles>
 struct Sums {
@@ -591,10 +591,11 @@ __device__ __forceinline__ void store_sums(uint32_t at, const float (&v)[4]) {
                               __float_as_uint(v[3])));
 }
 
-// A warp's sums. set: where its set begins, in each block; ring: its own shared memory.
+// A warp's sums. set: where its set begins, in each block; ring: its own shared memory. What is
+// copied does not include what this block, number `rank` of its cluster, adds up itself.
 template <int kTiles>
-__device__ __forceinline__ void send_sums(const Args& a, int strip, int g, int t, uint32_t set,
-                                          uint32_t ring, uint32_t received,
+__device__ __forceinline__ void send_sums(const Args& a, int rank, int strip, int g, int t,
+                                          uint32_t set, uint32_t ring, uint32_t received,
                                           const Accumulators<kTiles>& acc) {
   using S = Sums<kTiles>;
   constexpr int kVector = kTiles == 1 ? 2 : 4;  // sums at a time
@@ -603,9 +604,10 @@ __device__ __forceinline__ void send_sums(const Args& a, int strip, int g, int t
 #pragma unroll
     for (int j = 0; j < kRowsPerLane; ++j) {
       const uint32_t place = place_of<kTiles>(a, strip, j, g);
-      const uint32_t owner = place * a.per_share >> kShareShift;
-      const uint32_t row = by_copy ? ring + (8 * j + g) * S::kRowBytes
-                                   : set + (place - owner * a.share) * S::kRowBytes;
+      const int owner = static_cast<int>(place * a.per_share >> kShareShift);
+      const uint32_t row = by_copy && owner != rank
+                               ? ring + (8 * j + g) * S::kRowBytes
+                               : set + (place - owner * a.share) * S::kRowBytes;
 #pragma unroll
       for (int i = 0; i < kTiles; i += kVector / 2) {
         float sent[kVector];
@@ -616,7 +618,7 @@ __device__ __forceinline__ void send_sums(const Args& a, int strip, int g, int t
         if (by_copy || a.cluster == 1) {
           store_sums(at, sent);
         } else {
-          store_cluster_async(at, static_cast<int>(owner), sent, received);
+          store_cluster_async(at, owner, sent, received);
         }
       }
     }
@@ -628,7 +630,7 @@ __device__ __forceinline__ void send_sums(const Args& a, int strip, int g, int t
   const int owner = static_cast<int>(first * a.per_share >> kShareShift) + 4 * g + t;
   const int begin = max(first, owner * a.share);
   const int end = min(first + kStripRows, (owner + 1) * a.share);
-  if (begin < end) {
+  if (begin < end && owner != rank) {
     copy_cluster_async(set + (begin - owner * a.share) * S::kRowBytes,
                        ring + (begin - first) * S::kRowBytes, (end - begin) * S::kRowBytes, owner,
                        received);
@@ -706,9 +708,10 @@ __global__ void __launch_bounds__(kThreads, 1) small_m_hopper_kernel(const Args 
       }
       barrier_init(received, 1);
       fence_barrier_init();
-      const int lanes = Sums<kTiles>::kByCopy ? 4 : a.pairs;
+      const bool by_copy = Sums<kTiles>::kByCopy;
+      const int lanes = by_copy ? 4 : a.pairs, counted = by_copy ? sets - a.k_groups : sets;
       barrier_expect(received,
-                     static_cast<uint32_t>(places * sets * lanes * Sums<kTiles>::kLaneBytes));
+                     static_cast<uint32_t>(places * counted * lanes * Sums<kTiles>::kLaneBytes));
     }
     float alpha;  // loaded where there is something else to wait for
     let_next_kernel_start();
@@ -750,13 +753,12 @@ __global__ void __launch_bounds__(kThreads, 1) small_m_hopper_kernel(const Args 
       const uint32_t set =
           shared + Place::kSums +
           (rank * a.k_groups + k_group) * a.share * static_cast<uint32_t>(Sums<kTiles>::kRowBytes);
-      send_sums<kTiles>(a, strip, g, t, set, ring, received, acc);
+      send_sums<kTiles>(a, rank, strip, g, t, set, ring, received, acc);
     }
+    if (a.cluster == 1 || Sums<kTiles>::kByCopy) __syncthreads();  // for what stayed here
     if (a.cluster > 1) {
       barrier_wait(received, 0);
       if (Sums<kTiles>::kByCopy) cluster_arrive_relaxed();
-    } else {
-      __syncthreads();
     }
     const int64_t first_row =
         int64_t{first_strip / kHopperTileStrips} * kTileRows + first_strip % kHopperTileStrips * 8;

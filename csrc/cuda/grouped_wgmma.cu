@@ -79,11 +79,13 @@ constexpr int kDropped = -1, kMissing = -2;
 
 template <int kTileM>
 struct Memory {
-  // A tile is written when its first step's stage is free: by then the one kTiles before is done.
+  // Described while those before are multiplied.
   static constexpr int kTiles = kStages<kTileM> + 1;
 
   ScheduleMemory<kWarpSize> schedule;
   uint64_t full[kStages<kTileM>], empty[kStages<kTileM>];
+  // Of a tile's place: every thread that writes or reads it arrives itself.
+  uint64_t described[kTiles], finished[kTiles];
   Tile<kTileM> tiles[kTiles];
 };
 
@@ -116,59 +118,69 @@ __device__ __forceinline__ void describe(const GroupedGemmParams& p, const Group
   out.alpha = group_alpha(p, tile.group);
 }
 
+// One lane: a tile's steps, each as soon as its stage is free.
+template <int kTileM>
+__device__ __forceinline__ void copy_steps(const WgmmaArgs& args, const Memory<kTileM>* memory,
+                                           uint32_t ring, int64_t window_begin,
+                                           const GroupedTile& tile, Place<kStages<kTileM>>& place) {
+  const GroupedGemmParams& p = args.gemm;
+  const uint32_t full = shared_address(memory->full), empty = shared_address(memory->empty);
+  const int size = (tile.rows - 1) / kRowUnit<kTileM>;
+  const uint32_t box_bytes = static_cast<uint32_t>(size + 1) * kRowUnit<kTileM> * kBoxBytes;
+  const int weight_row = static_cast<int>(tile.group * p.n + tile.n);
+  const int a_row = static_cast<int>(tile.row - window_begin);
+  const uint8_t* scales[kMultipliers];
+  for (int i = 0; i < kMultipliers; ++i) {
+    // Beyond the last row the last tile again: results are dropped.
+    const int64_t scale_tile = min(tile.n / kTileRows + i, (p.n - 1) / kTileRows);
+    scales[i] =
+        p.b.scale + tile.group * args.scale_stack + scale_tile * args.tiles_per_row * kTileBytes;
+  }
+  for (int step = 0; step < args.steps; ++step) {
+    const uint32_t stage = ring + static_cast<uint32_t>(place.stage) * kStageBytes<kTileM>;
+    const uint32_t arrived = full + place.stage * 8;
+    const int64_t tiles = min(args.tiles_per_row - int64_t{step} * kStepTiles, int64_t{kStepTiles});
+    const uint32_t scale_bytes = static_cast<uint32_t>(tiles) * kTileBytes;
+    barrier_wait(empty + place.stage * 8, place.parity ^ 1);
+    barrier_expect(arrived, kCodeBytes + kBoxes * box_bytes + kMultipliers * scale_bytes);
+    copy_box(stage, args.codes, step * kBoxBytes, weight_row, arrived);
+    uint32_t target = stage + kCodeBytes;
+    for (int i = 0; i < kBoxes; ++i, target += kTileM * kBoxBytes) {
+      copy_box(target, args.a[size], step * kStepK + i * kBoxK, a_row, arrived);
+    }
+    for (int i = 0; i < kMultipliers; ++i, target += kScaleBytes) {
+      copy_bulk(target, scales[i] + int64_t{step} * kScaleBytes, scale_bytes, arrived);
+    }
+    place.next();
+  }
+}
+
 template <int kTileM>
 __device__ __forceinline__ void copy_tiles(const WgmmaArgs& args, Memory<kTileM>* memory,
                                            uint32_t ring, const RowWindow& window, int lane) {
   const GroupedGemmParams& p = args.gemm;
   Schedule<kWarpSize, kTileM, kTileN, NamedBarrier<kCopier, kWarpSize>> schedule(
       p, &memory->schedule, lane, window);
-  const uint32_t full = shared_address(memory->full), empty = shared_address(memory->empty);
+  const uint32_t described = shared_address(memory->described);
+  const uint32_t finished = shared_address(memory->finished);
   Place<kStages<kTileM>> place;
-  Place<Memory<kTileM>::kTiles> described;
+  Place<Memory<kTileM>::kTiles> tile_place;
   GroupedTile tile;
   wait_for_kernel_ahead();  // it makes A
   for (int64_t item = blockIdx.x; schedule.find(item, tile); item += gridDim.x) {
-    if (lane == 0) barrier_wait(empty + place.stage * 8, place.parity ^ 1);
-    __syncwarp();
-    describe<kTileM>(p, tile, lane, memory->tiles[described.stage]);
-    described.next();
-    __syncwarp();
-    if (lane != 0) continue;
-    const int size = (tile.rows - 1) / kRowUnit<kTileM>;
-    const uint32_t box_bytes = static_cast<uint32_t>(size + 1) * kRowUnit<kTileM> * kBoxBytes;
-    const int weight_row = static_cast<int>(tile.group * p.n + tile.n);
-    const int a_row = static_cast<int>(tile.row - window.begin);
-    const uint8_t* scales[kMultipliers];
-    for (int i = 0; i < kMultipliers; ++i) {
-      // Beyond the last row the last tile again: results are dropped.
-      const int64_t scale_tile = min(tile.n / kTileRows + i, (p.n - 1) / kTileRows);
-      scales[i] =
-          p.b.scale + tile.group * args.scale_stack + scale_tile * args.tiles_per_row * kTileBytes;
-    }
-    for (int step = 0; step < args.steps; ++step) {
-      const uint32_t stage = ring + static_cast<uint32_t>(place.stage) * kStageBytes<kTileM>;
-      const uint32_t arrived = full + place.stage * 8;
-      const int64_t tiles =
-          min(args.tiles_per_row - int64_t{step} * kStepTiles, int64_t{kStepTiles});
-      const uint32_t scale_bytes = static_cast<uint32_t>(tiles) * kTileBytes;
-      barrier_wait(empty + place.stage * 8, place.parity ^ 1);
-      barrier_expect(arrived, kCodeBytes + kBoxes * box_bytes + kMultipliers * scale_bytes);
-      copy_box(stage, args.codes, step * kBoxBytes, weight_row, arrived);
-      uint32_t target = stage + kCodeBytes;
-      for (int i = 0; i < kBoxes; ++i, target += kTileM * kBoxBytes) {
-        copy_box(target, args.a[size], step * kStepK + i * kBoxK, a_row, arrived);
-      }
-      for (int i = 0; i < kMultipliers; ++i, target += kScaleBytes) {
-        copy_bulk(target, scales[i] + int64_t{step} * kScaleBytes, scale_bytes, arrived);
-      }
-      place.next();
-    }
+    barrier_wait(finished + tile_place.stage * 8, tile_place.parity ^ 1);
+    describe<kTileM>(p, tile, lane, memory->tiles[tile_place.stage]);
+    barrier_arrive(described + tile_place.stage * 8);
+    tile_place.next();
+    if (lane == 0) copy_steps<kTileM>(args, memory, ring, window.begin, tile, place);
+    __syncwarp();  // they look for the next tile together
   }
-  if (lane != 0) return;
-  barrier_wait(empty + place.stage * 8, place.parity ^ 1);
-  memory->tiles[described.stage].rows = 0;
-  memory->tiles[described.stage].row = schedule.rows_end();
-  barrier_arrive(full + place.stage * 8);
+  barrier_wait(finished + tile_place.stage * 8, tile_place.parity ^ 1);
+  if (lane == 0) {
+    memory->tiles[tile_place.stage].rows = 0;
+    memory->tiles[tile_place.stage].row = schedule.rows_end();
+  }
+  barrier_arrive(described + tile_place.stage * 8);
 }
 
 // One of a warpgroup's lanes.
@@ -476,10 +488,12 @@ __device__ __forceinline__ void multiply_tiles(const WgmmaArgs& args, const Memo
   const Lane lane(thread);
   staged += static_cast<uint32_t>(thread) / kWarpSize * kTurnBytes;
   Ring<kTileM> ring{stages, shared_address(memory->full), shared_address(memory->empty), {}};
-  Place<Memory<kTileM>::kTiles> described;
-  for (;; described.next()) {
-    ring.wait();
-    const Tile<kTileM>& tile = memory->tiles[described.stage];
+  const uint32_t described = shared_address(memory->described);
+  const uint32_t finished = shared_address(memory->finished);
+  Place<Memory<kTileM>::kTiles> place;
+  for (;; place.next()) {
+    barrier_wait(described + place.stage * 8, place.parity);
+    const Tile<kTileM>& tile = memory->tiles[place.stage];
     const int rows = tile.rows;
     if (rows == 0) {
       if (!p.scatter) {
@@ -488,6 +502,7 @@ __device__ __forceinline__ void multiply_tiles(const WgmmaArgs& args, const Memo
       return;
     }
     const Bias bias(p, tile.group, tile.n, lane);
+    ring.wait();
     float acc[2][kTileM / 2];
     multiply<T, kTileM>(args, rows, lane, ring, acc);
     switch (p.out_type) {
@@ -501,6 +516,7 @@ __device__ __forceinline__ void multiply_tiles(const WgmmaArgs& args, const Memo
         finish<T, __half>(args, tile, lane, bias, staged, acc);
         break;
     }
+    barrier_arrive(finished + place.stage * 8);
   }
 }
 
@@ -519,6 +535,10 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (int i = 0; i < kStages<kTileM>; ++i) {
         barrier_init(shared_address(&memory->full[i]), 1);
         barrier_init(shared_address(&memory->empty[i]), kReaders);
+      }
+      for (int i = 0; i < Memory<kTileM>::kTiles; ++i) {
+        barrier_init(shared_address(&memory->described[i]), kWarpSize);
+        barrier_init(shared_address(&memory->finished[i]), kMultipliers * kGroupThreads);
       }
       fence_barrier_init();
     }
