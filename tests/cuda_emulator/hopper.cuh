@@ -49,7 +49,8 @@ void store_cluster_async(uint32_t address, int rank, const float (&v)[kCount], u
 }
 inline void copy_cluster_async(uint32_t address, uint32_t source, uint32_t bytes, int rank,
                                uint32_t barrier) {
-  if (rank == emulator::cluster_rank()) std::abort();  // memcheck refuses a copy to the block itself
+  if (rank == emulator::cluster_rank())
+    std::abort();  // memcheck refuses a copy to the block itself
   if (address % 16 || source % 16 || bytes % 16) std::abort();
   std::memcpy(emulator::shared_memory(rank) + address, dynamic_shared() + source, bytes);
   emulator::bytes_arrived(rank, barrier, static_cast<int>(bytes));
