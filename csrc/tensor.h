@@ -11,6 +11,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <tuple>
 #include <utility>
 
@@ -126,6 +127,20 @@ struct Unboxed<std::optional<Tensor>> {
   static std::optional<Tensor> call(StableIValue value) {
     const auto handle = torch::stable::detail::to<std::optional<AtenTensorHandle>>(value);
     return handle ? std::optional<Tensor>(std::in_place, *handle) : std::nullopt;
+  }
+};
+// torch's own conversion leaves a copy of the text behind at every call.
+template <>
+struct Unboxed<std::string> {
+  static std::string call(StableIValue value) {
+    const auto handle = torch::stable::detail::to<StringHandle>(value);
+    size_t length = 0;
+    const char* data = nullptr;
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_string_length(handle, &length));
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle, &data));
+    std::string text(data, length);
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));
+    return text;
   }
 };
 

@@ -4,7 +4,9 @@ The bytes that the ops compute are test_byte_exact.py's and test_gemm.py's.
 """
 
 import itertools
+import resource
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
@@ -731,3 +733,20 @@ def test_global_scale_is_a_constant_to_autograd():
     assert not ops.global_scale(x).requires_grad
     gate_up = dense(5, 96).requires_grad_()
     assert not ops.swiglu_global_scale(gate_up).requires_grad
+
+
+def test_text_that_an_op_is_given_is_freed():
+    def resident():
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * resource.getpagesize()
+
+    def call():
+        with pytest.raises(ValueError, match="unknown command"):
+            torch.ops.nvfp4._control("nothing " + "x" * size)
+
+    size, calls = 1 << 20, 64
+    call()
+    before = resident()
+    for _ in range(calls):
+        call()
+    assert resident() - before < size * calls // 4
