@@ -15,6 +15,8 @@
 #include <tuple>
 #include <utility>
 
+#include "check.h"
+
 namespace nvfp4 {
 
 using torch::headeronly::ScalarType;
@@ -98,7 +100,9 @@ class Tensor {
     Facts facts;
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(handle_, &sizes));
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(handle_, &facts.type));
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(handle_, &facts.device_type));
+    // What torch makes of None has sizes and a type, and is nowhere.
+    const auto answer = aoti_torch_get_device_type(handle_, &facts.device_type);
+    NVFP4_CHECK_TYPE(answer == TORCH_SUCCESS, "an argument that must be a tensor is None");
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(handle_, &facts.device_index));
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(handle_, &facts.dim));
     facts.sizes = sizes;

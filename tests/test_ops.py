@@ -590,6 +590,16 @@ def test_a_fake_refuses_what_the_op_refuses(case):
     assert name in str(caught.value), f"{error.__name__} without {name}"
 
 
+# Of ops with other tensors, which say where to call them.
+@pytest.mark.parametrize(
+    "op", [op for op in OPS if "swizzle_scales" not in op and "global" not in op]
+)
+def test_none_in_place_of_a_tensor_is_refused_in_words(op):
+    call = next(call for call in CALLS if call.op == op)
+    with pytest.raises(TypeError, match="must be a tensor is None"):
+        getattr(raw, op)(None, *call.args[1:], **call.kwargs)
+
+
 def test_rows_may_have_any_number_of_dimensions(device):
     x = dense(2, 3, 64).to(device)
     flat, scale = raw.quantize(x.reshape(6, 64))
