@@ -11,8 +11,11 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <tuple>
 #include <utility>
+
+#include "check.h"
 
 namespace nvfp4 {
 
@@ -97,7 +100,9 @@ class Tensor {
     Facts facts;
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(handle_, &sizes));
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(handle_, &facts.type));
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(handle_, &facts.device_type));
+    // What torch makes of None has sizes and a type, and is nowhere.
+    const auto answer = aoti_torch_get_device_type(handle_, &facts.device_type);
+    NVFP4_CHECK_TYPE(answer == TORCH_SUCCESS, "an argument that must be a tensor is None");
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(handle_, &facts.device_index));
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(handle_, &facts.dim));
     facts.sizes = sizes;
@@ -126,6 +131,20 @@ struct Unboxed<std::optional<Tensor>> {
   static std::optional<Tensor> call(StableIValue value) {
     const auto handle = torch::stable::detail::to<std::optional<AtenTensorHandle>>(value);
     return handle ? std::optional<Tensor>(std::in_place, *handle) : std::nullopt;
+  }
+};
+// torch's own conversion leaves a copy of the text behind at every call.
+template <>
+struct Unboxed<std::string> {
+  static std::string call(StableIValue value) {
+    const auto handle = torch::stable::detail::to<StringHandle>(value);
+    size_t length = 0;
+    const char* data = nullptr;
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_string_length(handle, &length));
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle, &data));
+    std::string text(data, length);
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));
+    return text;
   }
 };
 

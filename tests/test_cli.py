@@ -368,6 +368,22 @@ def test_the_forced_rung_is_what_the_environment_says_now(monkeypatch):
     assert forced() == ""
 
 
+def test_what_putenv_was_given_may_become_another_variable():
+    script = """
+import ctypes, torch, nvfp4_linear
+text = ctypes.create_string_buffer(b"NVFP4_BACKEND=cpu", 64)
+assert ctypes.CDLL(None).putenv(text) == 0
+print(torch.ops.nvfp4._control("backend"))
+text.value = b"NVFP4_BACKOFF=something"
+print(torch.ops.nvfp4._control("backend"))
+"""
+    environment = {k: v for k, v in os.environ.items() if k != "NVFP4_BACKEND"}
+    said = subprocess.run(
+        [sys.executable, "-c", script], env=environment, text=True, capture_output=True
+    )
+    assert said.stdout.splitlines() == ['{"forced": "cpu"}', '{"forced": ""}'], said.stderr
+
+
 def test_a_call_on_the_cpu_with_a_forced_rung_is_refused_by_name_or_runs(monkeypatch):
     data, scale = torch.ops.nvfp4.quantize(torch.ones(4, 32))
     plain = torch.ops.nvfp4.gemm(data, data, scale, scale)

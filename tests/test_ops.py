@@ -4,7 +4,9 @@ The bytes that the ops compute are test_byte_exact.py's and test_gemm.py's.
 """
 
 import itertools
+import resource
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
@@ -588,6 +590,16 @@ def test_a_fake_refuses_what_the_op_refuses(case):
     assert name in str(caught.value), f"{error.__name__} without {name}"
 
 
+# Of ops with other tensors, which say where to call them.
+@pytest.mark.parametrize(
+    "op", [op for op in OPS if "swizzle_scales" not in op and "global" not in op]
+)
+def test_none_in_place_of_a_tensor_is_refused_in_words(op):
+    call = next(call for call in CALLS if call.op == op)
+    with pytest.raises(TypeError, match="must be a tensor is None"):
+        getattr(raw, op)(None, *call.args[1:], **call.kwargs)
+
+
 def test_rows_may_have_any_number_of_dimensions(device):
     x = dense(2, 3, 64).to(device)
     flat, scale = raw.quantize(x.reshape(6, 64))
@@ -731,3 +743,20 @@ def test_global_scale_is_a_constant_to_autograd():
     assert not ops.global_scale(x).requires_grad
     gate_up = dense(5, 96).requires_grad_()
     assert not ops.swiglu_global_scale(gate_up).requires_grad
+
+
+def test_text_that_an_op_is_given_is_freed():
+    def resident():
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * resource.getpagesize()
+
+    def call():
+        with pytest.raises(ValueError, match="unknown command"):
+            torch.ops.nvfp4._control("nothing " + "x" * size)
+
+    size, calls = 1 << 20, 64
+    call()
+    before = resident()
+    for _ in range(calls):
+        call()
+    assert resident() - before < size * calls // 4
