@@ -1,4 +1,5 @@
-"""The promise: the ladder chooses, and explains, only kernels that the build has.
+"""The promise: the ladder chooses, and explains, only kernels that the build has, and remembers a
+route only as long as it is the one.
 
 Its own text, which knows neither torch nor a GPU, compiled as builds with and without sm_90a.
 """
@@ -47,17 +48,17 @@ def compiled(tmp_path_factory):
 
     shared = [
         build(source, name=source.stem + ".o")
-        for source in (*sorted((CSRC / "cublaslt").glob("*.cpp")), folder / "main.cpp")
+        for source in sorted((CSRC / "cublaslt").glob("*.cpp"))
     ]
 
     @functools.cache
-    def program(*defines: str) -> Path:
-        name = "-".join(("with", *defines))
+    def program(*defines: str, main: Path = folder / "main.cpp") -> Path:
+        name = "-".join((main.stem, *defines))
         own = [
             build(CSRC / f"{unit}.cpp", name=f"{name}-{unit}.o", defines=defines)
             for unit in ("ladder", "control")
         ]
-        return build(*shared, *own, name=name, link=True)
+        return build(main, *shared, *own, name=name, link=True)
 
     return program
 
@@ -79,3 +80,13 @@ def test_a_build_without_hoppers_kernels_takes_what_it_has(compiled, m, hopper, 
             [program, request], capture_output=True, text=True, env=environment, check=True
         )
         assert json.loads(done.stdout)["kernel"] == kernel
+
+
+def test_a_remembered_route_is_the_one_that_is_found(compiled):
+    program = compiled(
+        "NVFP4_WITH_CUDA", "NVFP4_WITH_HOPPER", main=Path(__file__).with_name("routes.cpp")
+    )
+    environment = {**os.environ, "NVFP4_CUBLASLT_LIBRARY": str(fake_cublaslt.build())}
+    environment.pop("NVFP4_BACKEND", None)
+    done = subprocess.run([program], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
