@@ -1,5 +1,5 @@
 """The machine code in the built library: which instruction converts to E2M1, on which architecture,
-and that a kernel whose shared memory leaves no cache spills nothing.
+that a kernel whose shared memory leaves no cache spills nothing, and that what may start early waits.
 
 Blackwell has `cvt.rn.satfinite.e2m1x2.f32` (F2FP...E2M1 in its machine code); elsewhere the same
 source rounds in software. cuobjdump and nvdisasm come from the index, no GPU or toolkit is needed.
@@ -78,3 +78,17 @@ def test_grouped_wgmma_spills_nothing(tmp_path):
     for name, code in kernels.items():
         assert "HGMMA" in code, name
         assert not re.search(r"\b(LDL|STL)\b", code), name
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    ["quantize_kernel", "dequantize_kernel", "epilogue_kernel", "amax_kernel", "finish_kernel"],
+)
+def test_what_may_start_early_waits_before_it_touches_memory(kernel, tmp_path):
+    """ACQBULK is `griddepcontrol.wait`: until the kernel ahead is over."""
+    kernels = machine_code("sm_90a", kernel, tmp_path)
+    assert kernels
+    for name, code in kernels.items():
+        touches = re.search(r"\b(LDG|STG|LD|ST|ATOMG?|REDG?|LDGSTS)\b", code)
+        assert touches, name  # the machine code of a kernel that reads or writes
+        assert "ACQBULK" in code[: touches.start()], name
