@@ -77,7 +77,8 @@ class DenseSchedule {
   __device__ DenseSchedule(const GroupedGemmParams& p, ScheduleMemory<kWarpSize>* memory, int lane,
                            RowWindow window)
       : schedule_(p, memory, lane, window) {
-    const int64_t clusters = gridDim.x / kCluster, total = schedule_.total();
+    const int64_t clusters = gridDim.x / kCluster,
+                  total = schedule_.one_window() ? schedule_.items() : -1;
     const int64_t rest = total < 0 ? 0 : total % clusters;
     whole_ = rest > 0 && rest * kSlices <= kSliceRounds * clusters
                  ? total - rest

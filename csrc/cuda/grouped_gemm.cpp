@@ -103,18 +103,24 @@ DType product_type(const GroupedGemmParams& p) {
 int64_t tile_rows(int64_t rows) { return std::min(2 * rows, kGroupedSmallMMax); }
 
 void run_wgmma(const GroupedGemmParams& p, int64_t rows, Stream stream) {
+  ArrangedA a;
   // Both sides packed: exact in FP16 too, whose words decode in fewer instructions.
-  const DType type = p.a.scale ? DType::kFloat16 : p.a.type;
-  const int64_t pitch = round_up(p.k, kUnpackedPitch);
-  const int64_t part_rows = std::min(p.m, kWorkspaceBudget / (pitch * 2));
-  const Workspace a(part_rows * pitch * 2);
+  a.type = p.a.scale ? DType::kFloat16 : p.a.type;
+  a.pitch = round_up(p.k, kUnpackedPitch);
+  a.cuts = grouped_wgmma_cuts();
+  const int64_t sums = grouped_wgmma_sums_bytes(tile_rows(rows));
+  const int64_t part_rows = std::min(p.m, (kWorkspaceBudget - sums) / (a.pitch * 2));
+  const Workspace workspace{part_rows * a.pitch * 2, sums, a.cuts * 4};
+  a.rows = workspace.part(0);
+  a.sums = workspace.part(1);
+  a.met = static_cast<unsigned*>(workspace.part(2));
   grouped_zero(p, stream);
   GroupedPart part;
   part.groups = p.groups;
   for (; part.row_begin < p.m; part.row_begin += part_rows) {
     part.rows = std::min(part_rows, p.m - part.row_begin);
-    grouped_unpack_rows(p, part, type, pitch, a.data(), stream);
-    grouped_wgmma(p, part, a.data(), type, pitch, tile_rows(rows), stream);
+    grouped_unpack_rows(p, part, a, stream);
+    grouped_wgmma(p, part, a, tile_rows(rows), stream);
   }
 }
 

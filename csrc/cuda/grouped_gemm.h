@@ -41,18 +41,29 @@ void grouped_ends(const GroupedGemmParams& p, int32_t* ends, unsigned* zeros, in
                   Stream stream);
 
 bool grouped_unpack_takes(const Operand& operand);  // aligned well enough to be made dense
-// The part's rows of A for grouped_wgmma, in the problem's order: rows of `pitch` 16-bit values in
-// a workspace, a multiple of 128, those from k on zero, in the order of k that it wants.
-void grouped_unpack_rows(const GroupedGemmParams& p, const GroupedPart& part, DType type,
-                         int64_t pitch, void* out, Stream stream);
 
-// Hopper (compute capability 9.0), ragged M.
-// Packed weights with swizzled scales, as for grouped_small_m. `a`: what grouped_unpack_rows made
-// of the part's rows, arranged, in T = `type`. Weights are read once for up to `rows` rows of a
-// group, at most 64.
-void grouped_wgmma(const GroupedGemmParams& p, const GroupedPart& part, const void* a, DType type,
-                   int64_t pitch, int64_t rows, Stream stream);
+// What grouped_wgmma wants ahead, in a workspace: a part's rows of A in the problem's order,
+// `pitch` 16-bit values each, a multiple of 128, those from k on zero, in the order of k that it
+// multiplies in; and room for the tiles that two blocks share.
+struct ArrangedA {
+  void* rows = nullptr;
+  DType type = DType::kBFloat16;
+  int64_t pitch = 0;
+  unsigned* met = nullptr;  // `cuts` counters, zeroed with the rows
+  int64_t cuts = 0;
+  void* sums = nullptr;
+};
+int64_t grouped_wgmma_cuts();
+int64_t grouped_wgmma_sums_bytes(int64_t rows);
+void grouped_unpack_rows(const GroupedGemmParams& p, const GroupedPart& part, const ArrangedA& to,
+                         Stream stream);
 
+// Hopper (compute capability 9.0), ragged M. Packed weights with swizzled scales, as for
+// grouped_small_m, which are read once for up to `rows` rows of a group, at most 64.
+void grouped_wgmma(const GroupedGemmParams& p, const GroupedPart& part, const ArrangedA& a,
+                   int64_t rows, Stream stream);
+
+// Hopper, ragged M.
 // Both sides dense, of one type, 16-byte aligned, rows multiples of 16 bytes apart. Makes columns
 // [n_begin, n_begin + n) of out, in rows that the part's groups have. `part.ends` is not null.
 struct DenseSides {

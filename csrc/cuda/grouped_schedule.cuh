@@ -4,7 +4,8 @@
 //   for each group, for each strip of tiles of m, for each tile of n, for each tile of m
 // whose length only the device knows. A block keeps the running number of tiles of a window of
 // groups in shared memory and moves it forward as its items ask for later groups, so the number of
-// groups is not limited and costs no workspace.
+// groups is not limited and costs no workspace. Where tiles of fewer rows take less time, it keeps
+// the running length of a line of them, too: see grouped_shares.cuh.
 #pragma once
 
 #include "common.cuh"
@@ -21,11 +22,31 @@ struct GroupedTile {
   int rows;
 };
 
+// Where tiles lie on a line, one behind the other, each as long as it takes.
+struct OnLine {
+  int begin, length;
+};
+// All take the same.
+struct EvenTiles {
+  static constexpr int kWhole = 1;  // a tile of all rows
+  __device__ __forceinline__ static int of(int) { return 1; }
+};
+
+template <int kThreads, typename Lengths = EvenTiles>
+struct ScheduleMemory;
 template <int kThreads>
-struct ScheduleMemory {
+struct ScheduleMemory<kThreads, EvenTiles> {
   int ends[kWindow];   // last row of the group, exclusive
   int tiles[kWindow];  // tiles along m of the window's groups up to and with this one
   int scan[2][kThreads];
+
+  __device__ int* lengths() { return tiles; }
+};
+template <int kThreads, typename Lengths>
+struct ScheduleMemory : ScheduleMemory<kThreads, EvenTiles> {
+  int of_tiles[kWindow];
+
+  __device__ int* lengths() { return of_tiles; }  // of those tiles together
 };
 
 struct BlockBarrier {
@@ -49,14 +70,16 @@ __device__ __forceinline__ RowWindow window_of(const GroupedPart& part) {
 // For `kThreads` threads, `thread` among them, which Barrier brings together. kStrip: tiles of m a
 // strip, so that tiles made at the same time share rows of both sides.
 template <int kThreads, int kTileM, int kTileN, typename Barrier = BlockBarrier,
-          int kStrip = kNoStrips>
+          int kStrip = kNoStrips, typename Lengths = EvenTiles>
 class Schedule {
  public:
-  __device__ Schedule(const GroupedGemmParams& p, ScheduleMemory<kThreads>* memory, int thread)
+  using Memory = ScheduleMemory<kThreads, Lengths>;
+  static constexpr bool kEven = std::is_same_v<Lengths, EvenTiles>;
+
+  __device__ Schedule(const GroupedGemmParams& p, Memory* memory, int thread)
       : Schedule(p, memory, thread, RowWindow{0, p.m}) {}
 
-  __device__ Schedule(const GroupedGemmParams& p, ScheduleMemory<kThreads>* memory, int thread,
-                      RowWindow window)
+  __device__ Schedule(const GroupedGemmParams& p, Memory* memory, int thread, RowWindow window)
       : p_(p),
         memory_(memory),
         thread_(thread),
@@ -78,47 +101,78 @@ class Schedule {
       rows_before_ = memory_->ends[count_ - 1];
       load_window();
     }
-    const int64_t local = index - tiles_before_ * tiles_n_;
-    int low = 0, high = count_ - 1;  // the first group whose items end beyond `local`
+    find_in_window(index - tiles_before_ * tiles_n_, memory_->tiles, tile);
+    return true;
+  }
+
+  // Whether all groups are in the window and the line is short enough for what follows.
+  __device__ bool one_window() const {
+    return !p_.ragged_k && p_.groups <= kWindow && window_sum(lengths()) < (int64_t{1} << 31);
+  }
+  __device__ int items() const { return static_cast<int>(window_sum(memory_->tiles)); }
+  __device__ int line() const { return static_cast<int>(window_sum(lengths())); }
+  // Where item `index` begins on the line; any that there is, or one beyond. For any thread alone.
+  __device__ int line_begin(int index) const {
+    if (index >= items()) return line();
+    GroupedTile tile;
+    return find_in_window(index, memory_->tiles, tile).begin;
+  }
+  __device__ int longest() const { return longest_; }  // of the line's tiles
+  // The tile that has place `at` of the line; there is one.
+  __device__ OnLine find_on_line(int at, GroupedTile& tile) const {
+    return find_in_window(at, lengths(), tile);
+  }
+
+  // Where the window's rows that no group has begin. Only after find() gave false, or in one
+  // window.
+  __device__ int64_t rows_end() const { return count_ ? memory_->ends[count_ - 1] : rows_before_; }
+
+ private:
+  __device__ const int* lengths() const { return memory_->lengths(); }
+  __device__ int64_t window_sum(const int* upto) const {
+    return count_ ? upto[count_ - 1] * tiles_n_ : 0;
+  }
+
+  // The tile at `local`, counted in what `upto` has sums of: tiles or their lengths.
+  template <typename Int>
+  __device__ OnLine find_in_window(Int local, const int* upto, GroupedTile& tile) const {
+    const Int tiles_n = static_cast<Int>(tiles_n_);
+    int low = 0, high = count_ - 1;  // the first group that ends beyond `local`
     while (low < high) {
       const int middle = (low + high) / 2;
-      if (memory_->tiles[middle] * tiles_n_ > local) {
+      if (upto[middle] * tiles_n > local) {
         high = middle;
       } else {
         low = middle + 1;
       }
     }
-    const int before = low ? memory_->tiles[low - 1] : 0;
+    const auto before = [&](const int* sums) { return low ? sums[low - 1] : 0; };
     const int begin = low ? memory_->ends[low - 1] : rows_before_;
-    const int of_group = memory_->tiles[low] - before;
-    int64_t in_group = local - before * tiles_n_;
-    int strip = 0, width = of_group;
-    if (kStrip < of_group) {
-      strip = static_cast<int>(in_group / (kStrip * tiles_n_)) * kStrip;
-      in_group -= strip * tiles_n_;
-      width = min(kStrip, of_group - strip);
+    const int tiles = memory_->tiles[low] - before(memory_->tiles);
+    const int each = upto == memory_->tiles ? 1 : Lengths::kWhole;  // the group's last may be less
+    Int in_group = local - before(upto) * tiles_n;
+    int strip = 0, width = upto[low] - before(upto);  // of a column of tiles
+    if (kStrip < tiles) {
+      static_assert(kStrip == kNoStrips || kEven);
+      strip = static_cast<int>(in_group / (kStrip * tiles_n)) * kStrip;
+      in_group -= strip * tiles_n;
+      width = min(kStrip, tiles - strip);
     }
-    const int m_tile = strip + static_cast<int>(in_group % width);
+    const int n_tile = static_cast<int>(in_group / width);
+    const int in_column = static_cast<int>(in_group - Int{n_tile} * width);
+    const int m_tile = strip + min(in_column / each, tiles - 1 - strip);
     tile.group = first_ + low;
     tile.row = begin + int64_t{m_tile} * kTileM;
     tile.rows = static_cast<int>(min(int64_t{kTileM}, memory_->ends[low] - tile.row));
-    tile.n = in_group / width * kTileN;
+    tile.n = int64_t{n_tile} * kTileN;
     tile.k_begin = 0;
     tile.k_end = p_.k;
-    return true;
+    const int length = lengths()[low] - before(lengths());
+    return {
+        before(lengths()) * static_cast<int>(tiles_n_) + n_tile * length + m_tile * Lengths::kWhole,
+        Lengths::of(tile.rows)};
   }
 
-  // How many items there are, before any is found; -1 where that takes more than a window of
-  // groups.
-  __device__ int64_t total() const {
-    if (p_.ragged_k || p_.groups > kWindow) return -1;
-    return p_.groups == 0 ? 0 : memory_->tiles[count_ - 1] * tiles_n_;
-  }
-
-  // Where the window's rows that no group has begin. Only after find() gave false.
-  __device__ int64_t rows_end() const { return count_ ? memory_->ends[count_ - 1] : rows_before_; }
-
- private:
   __device__ bool find_slice(int64_t index, GroupedTile& tile) {
     const int64_t tiles_m = (p_.m + kTileM - 1) / kTileM, of_group = tiles_m * tiles_n_;
     if (index >= of_group * p_.groups) return false;
@@ -139,20 +193,31 @@ class Schedule {
     return true;
   }
 
-  // Inclusive over the threads.
+  // Of the threads before this one, together; `none` where there is none.
   template <typename Combine>
-  __device__ int scan(int value, Combine combine) {
+  __device__ int before_this(int value, int none, Combine combine) {
     const int t = thread_;
-    int side = 0;
-    memory_->scan[0][t] = value;
-    Barrier::sync();
-    for (int distance = 1; distance < kThreads; distance *= 2, side ^= 1) {
-      value = memory_->scan[side][t];
-      if (t >= distance) value = combine(memory_->scan[side][t - distance], value);
-      memory_->scan[side ^ 1][t] = value;
+    if constexpr (kThreads == kWarpSize) {
+      for (int distance = 1; distance < kWarpSize; distance *= 2) {
+        const int other = __shfl_sync(kFullWarp, value, max(t - distance, 0));
+        if (t >= distance) value = combine(other, value);
+      }
+      const int before = __shfl_sync(kFullWarp, value, max(t - 1, 0));
+      return t ? before : none;
+    } else {
+      int side = 0;
+      memory_->scan[0][t] = value;
       Barrier::sync();
+      for (int distance = 1; distance < kThreads; distance *= 2, side ^= 1) {
+        value = memory_->scan[side][t];
+        if (t >= distance) value = combine(memory_->scan[side][t - distance], value);
+        memory_->scan[side ^ 1][t] = value;
+        Barrier::sync();
+      }
+      const int before = t ? memory_->scan[side][t - 1] : none;
+      Barrier::sync();
+      return before;
     }
-    return value;
   }
 
   __device__ void load_window() {
@@ -160,52 +225,62 @@ class Schedule {
     constexpr int kEach = kWindow / kThreads;
     count_ = static_cast<int>(min(int64_t{kWindow}, p_.groups - first_));
     const int from = thread_ * kEach;
-    int ends[kEach];
+    const int here = min(kEach, count_ - from);  // may be negative
+    Barrier::sync();                             // everyone is done with the window before
     int running = rows_before_;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      ends[i] = from + i < count_ ? p_.offs[first_ + from + i] : 0;
+      if (i < here) memory_->ends[from + i] = p_.offs[first_ + from + i];
     }
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      running = max(running, static_cast<int>(min(int64_t{ends[i]}, rows_end_)));
-      ends[i] = running;
+#pragma unroll 1
+    for (int i = 0; i < here; ++i) {
+      running = max(running, static_cast<int>(min(int64_t{memory_->ends[from + i]}, rows_end_)));
     }
-    Barrier::sync();  // everyone is done with the window before
-    // What comes before this thread's first group: the inclusive scan's value of the thread before.
-    scan(running, [](int a, int b) { return max(a, b); });
-    const int t = thread_;
-    const int* last = memory_->scan[kScans % 2];
-    int begin = t ? last[t - 1] : rows_before_;
-    int tiles[kEach], sum = 0;
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      const int end = max(begin, ends[i]);
-      sum += (end - begin + kTileM - 1) / kTileM;
-      tiles[i] = sum;
-      if (from + i < count_) memory_->ends[from + i] = end;
+    int begin = before_this(running, rows_before_, [](int a, int b) { return max(a, b); });
+    int count = 0, length = 0, longest = 0;
+#pragma unroll 1
+    for (int i = 0; i < here; ++i) {
+      const int end =
+          max(begin, static_cast<int>(min(int64_t{memory_->ends[from + i]}, rows_end_)));
+      const int tiles = (end - begin + kTileM - 1) / kTileM;
+      count += tiles;
+      if (!kEven && tiles) {
+        const int last = Lengths::of(end - begin - (tiles - 1) * kTileM);
+        length += (tiles - 1) * Lengths::kWhole + last;
+        longest = max(longest, tiles > 1 ? Lengths::kWhole : last);
+      }
+      memory_->ends[from + i] = end;
+      memory_->tiles[from + i] = count;
+      if (!kEven) memory_->lengths()[from + i] = length;
       begin = end;
     }
-    Barrier::sync();
-    const int before = scan(sum, [](int a, int b) { return a + b; }) - sum;
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      if (from + i < count_) memory_->tiles[from + i] = before + tiles[i];
+    const auto sum = [](int a, int b) { return a + b; };
+    const int tiles_before = before_this(count, 0, sum);
+    const int length_before = kEven ? 0 : before_this(length, 0, sum);
+    if constexpr (!kEven) {
+      static_assert(kThreads == kWarpSize);
+      auto most = static_cast<uint32_t>(longest);
+      for (int distance = kWarpSize / 2; distance; distance /= 2) {
+        most = max(most, __shfl_xor_sync(kFullWarp, most, distance));
+      }
+      longest_ = static_cast<int>(most);
+    }
+#pragma unroll 1
+    for (int i = 0; i < here; ++i) {
+      memory_->tiles[from + i] += tiles_before;
+      if (!kEven) memory_->lengths()[from + i] += length_before;
     }
     Barrier::sync();
   }
 
-  static constexpr int log2(int v) { return v > 1 ? 1 + log2(v / 2) : 0; }
-  static constexpr int kScans = log2(kThreads);
-
   const GroupedGemmParams& p_;
-  ScheduleMemory<kThreads>* const memory_;
+  Memory* const memory_;
   const int thread_;
   const int64_t tiles_n_, rows_end_;
   int rows_before_;
   int64_t first_ = 0;  // the window's first group
   int64_t tiles_before_ = 0;
-  int count_ = 0;
+  int count_ = 0, longest_ = Lengths::kWhole;
 };
 
 // At most as many items as there can be, for the size of the grid.

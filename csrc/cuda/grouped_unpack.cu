@@ -20,10 +20,9 @@ constexpr int kBlocksPerSm = 8;  // all that fit: they stride over the rest
 struct UnpackArgs {
   GroupedGemmParams gemm;
   GroupedPart part;
-  int64_t rows, pitch;
+  ArrangedA to;
   uint32_t steps_per_row;  // rows * steps_per_row < 2^31: a workspace holds no more
   int64_t tiles_per_row;   // of swizzled scales
-  void* out;
 };
 
 // Eight elements as loaded.
@@ -57,6 +56,11 @@ template <typename T, bool kPacked>
 __global__ void __launch_bounds__(kThreads) unpack_kernel(const UnpackArgs args) {
   let_next_kernel_start();
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  const ArrangedA& to = args.to;
+  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < to.cuts;
+       i += int64_t{gridDim.x} * kThreads) {
+    to.met[i] = 0;
+  }
   const RowWindow window = window_of(args.part);
   const Operand& source = args.gemm.a;
   const int64_t k = args.gemm.k;
@@ -92,8 +96,8 @@ __global__ void __launch_bounds__(kThreads) unpack_kernel(const UnpackArgs args)
       const int t = lane / 4 % 4, w = lane % 4;
       transpose_four<4>(words, t);
       const int64_t element = first + c * kChunkElements + lane / 16 * 128 + 32 * w + 8 * t;
-      if (element >= args.pitch) continue;
-      uint16_t* out = static_cast<uint16_t*>(args.out) + i * args.pitch + element;
+      if (element >= to.pitch) continue;
+      uint16_t* out = static_cast<uint16_t*>(to.rows) + i * to.pitch + element;
       *reinterpret_cast<uint4*>(out) = make_uint4(words[0], words[1], words[2], words[3]);
     }
   }
@@ -136,21 +140,19 @@ bool grouped_unpack_takes(const Operand& operand) {
          operand.row_stride % 8 == 0;
 }
 
-void grouped_unpack_rows(const GroupedGemmParams& p, const GroupedPart& part, DType type,
-                         int64_t pitch, void* out, Stream stream) {
+void grouped_unpack_rows(const GroupedGemmParams& p, const GroupedPart& part, const ArrangedA& to,
+                         Stream stream) {
   UnpackArgs args = {};
   args.gemm = p;
   args.part = part;
-  args.rows = std::min(part.rows, p.m);
-  args.pitch = pitch;
-  args.out = out;
+  args.to = to;
   args.tiles_per_row = ceil_div(p.k / kBlockSize, kTileCols);
-  args.steps_per_row = static_cast<uint32_t>(ceil_div(pitch, kStepElements));
-  const bool packed = p.a.scale != nullptr, half = type == DType::kFloat16;
+  args.steps_per_row = static_cast<uint32_t>(ceil_div(to.pitch, kStepElements));
+  const bool packed = p.a.scale != nullptr, half = to.type == DType::kFloat16;
   void (*const kernel)(const UnpackArgs) =
       half ? (packed ? unpack_kernel<__half, true> : unpack_kernel<__half, false>)
            : (packed ? unpack_kernel<__nv_bfloat16, true> : unpack_kernel<__nv_bfloat16, false>);
-  const int64_t blocks = ceil_div(args.rows * args.steps_per_row, kWarps);
+  const int64_t blocks = ceil_div(std::min(part.rows, p.m) * args.steps_per_row, kWarps);
   if (blocks == 0) return;
   launch("grouped_gemm (unpack)", kernel,
          dim3(static_cast<unsigned>(

@@ -15,6 +15,7 @@
 #include "check.h"
 #include "cuda/grouped_gemm.h"
 #include "cuda/grouped_schedule.cuh"
+#include "cuda/grouped_shares.cuh"
 #include "cuda_bf16.h"
 #include "cuda_fp16.h"
 #include "kernels.h"
@@ -400,6 +401,101 @@ int test_schedule() {
   return report("schedule", outcome);
 }
 
+// Shares alone: of every tile each step once; what is cut is cut once, in two pieces that name the
+// same cut; no block has much more to do than another, in the lengths that shares go by.
+struct SomeLengths {
+  static constexpr int kWhole = 24;  // 4 rows
+  static int of(int rows) { return 8 + 4 * rows; }
+};
+using UnevenSchedule = cuda::Schedule<32, 4, 8, cuda::BlockBarrier, cuda::kNoStrips, SomeLengths>;
+std::vector<std::pair<int, cuda::TilePiece>> shared;  // by block
+
+void list_pieces(const GroupedGemmParams p, cuda::RowWindow window, int steps) {
+  auto* const memory = reinterpret_cast<UnevenSchedule::Memory*>(cuda::dynamic_shared());
+  const int lane = static_cast<int>(threadIdx.x);
+  UnevenSchedule schedule(p, memory, lane, window);
+  cuda::Shares<UnevenSchedule> shares(schedule, steps, lane);
+  for (cuda::TilePiece piece; shares.next(piece);) {
+    if (lane == 0) shared.emplace_back(static_cast<int>(blockIdx.x), piece);
+  }
+}
+
+int test_shares() {
+  Outcome outcome;
+  for (int i = 0; i < 200; ++i) {
+    const int64_t m = 1 + rng() % 300, groups = 1 + rng() % (i % 8 ? 30 : 600);
+    const int blocks = 1 + rng() % 12, steps = 1 + rng() % 20;
+    Buffer offs(groups * 4);
+    for (int64_t e = 0; e < groups; ++e)
+      offs.as<int32_t>()[e] = static_cast<int32_t>(rng() % (m + 1));
+    std::sort(offs.as<int32_t>(), offs.as<int32_t>() + groups);
+    GroupedGemmParams p;
+    p.offs = offs.as<int32_t>();
+    p.groups = groups;
+    p.m = m;
+    p.n = 1 + rng() % 80;
+    const int64_t begin = rng() % 3 ? 0 : rng() % m;
+    const cuda::RowWindow window{begin, m};
+    shared.clear();
+    emulator::launch(dim3(blocks), dim3(32), 1, sizeof(UnevenSchedule::Memory),
+                     [&] { list_pieces(p, window, steps); });
+    const int64_t tiles_n = (p.n + 7) / 8;
+    std::vector<int> count(m * tiles_n * steps);
+    std::map<std::pair<int64_t, int64_t>, std::vector<std::pair<int, cuda::TilePiece>>> cut;
+    std::vector<double> length(blocks);
+    double all = 0, items = 0;
+    int longest = 0;
+    for (const auto& [block, piece] : shared) {
+      const auto& tile = piece.tile;
+      for (int64_t r = tile.row; r < tile.row + tile.rows; ++r) {
+        for (int s = piece.begin; s < piece.end; ++s)
+          ++count[(r * tiles_n + tile.n / 8) * steps + s];
+      }
+      if (piece.meets != cuda::kWholeTile) cut[{tile.row, tile.n}].emplace_back(block, piece);
+      const double share = double(piece.end - piece.begin) / steps;
+      length[block] += share * SomeLengths::of(tile.rows);
+      all += share * SomeLengths::of(tile.rows);
+      items += share;
+      longest = std::max(longest, SomeLengths::of(tile.rows));
+    }
+    bool right = true;
+    const int32_t last = offs.as<int32_t>()[groups - 1];
+    for (int64_t r = 0; r < m; ++r) {
+      const int want = r >= begin && r < last;
+      for (int64_t x = 0; x < tiles_n * steps; ++x) {
+        right = right && count[r * tiles_n * steps + x] == want;
+      }
+    }
+    for (const auto& [place, pieces] : cut) {
+      right = right && pieces.size() == 2;
+      if (!right) break;
+      const auto& [head, tail] =
+          std::minmax(pieces[0], pieces[1],
+                      [](const auto& a, const auto& b) { return a.second.begin < b.second.begin; });
+      right = right && head.second.begin == 0 && head.second.end == tail.second.begin &&
+              tail.second.end == steps && head.first + 1 == tail.first &&
+              head.second.meets == tail.first && tail.second.meets == tail.first;
+    }
+    const double most = *std::max_element(length.begin(), length.end());
+    const double whole = std::ceil(items / blocks - 1e-6) * longest;  // at most, if tiles are whole
+    const double step = double(longest) / steps * cuda::kLeastSteps + 2;
+    const bool can = groups <= cuda::kWindow && std::floor(all / blocks) >= longest;
+    right =
+        right &&
+        most <= (can ? std::max(all / blocks * 20 / 19, all / blocks + 2 * step) : whole) + 1e-6;
+    outcome.changed += !cut.empty();
+    ++outcome.cases;
+    if (!right && outcome.failed++ < 5) {
+      std::printf(
+          "  shares: m=%lld n=%lld e=%lld blocks=%d steps=%d begin=%lld: longest share %g of %g\n",
+          (long long)m, (long long)p.n, (long long)groups, blocks, steps, (long long)begin, most,
+          all / blocks);
+    }
+  }
+  if (outcome.changed < 50) outcome.cases = 0;  // too few with a cut
+  return report("shares", outcome);
+}
+
 bool run_general(const GroupedGemmParams& p) {
   cuda::grouped_general(p, nullptr);
   return true;
@@ -432,16 +528,17 @@ int test_general() {
 int test_rows(const char* name, Run run, std::vector<Kind> a_kinds, std::vector<Kind> b_kinds,
               unsigned thin = 3) {
   Outcome outcome;
-  constexpr int64_t kShapes[][4] = {{1, 1, 32, 1},     {5, 8, 96, 3},      {40, 24, 128, 4},
-                                    {70, 136, 256, 3}, {130, 264, 160, 2}, {64, 300, 416, 9},
-                                    {33, 8, 1056, 2},  {20, 16, 64, 600},  {300, 520, 64, 2},
-                                    {9, 600, 640, 2},  {80, 72, 544, 20},  {90, 8, 96, 60}};
+  constexpr int64_t kShapes[][4] = {
+      {1, 1, 32, 1},     {5, 8, 96, 3},    {40, 24, 128, 4},  {70, 136, 256, 3}, {130, 264, 160, 2},
+      {64, 300, 416, 9}, {33, 8, 1056, 2}, {20, 16, 64, 600}, {300, 520, 64, 2}, {9, 600, 640, 2},
+      {80, 72, 544, 20}, {90, 8, 96, 60},  {10, 40, 832, 4},  {40, 72, 1312, 9}};
   for (const auto& [m, n, k, e] : kShapes) {
     for (const Kind ka : a_kinds) {
       for (const Kind kb : b_kinds) {
         if (ka >= kBf16 && kb >= kBf16 && ka != kb) continue;
         for (int i = 0; i < 3; ++i) {
-          if (quick && (m * n * k > 3000000 || rng() % thin)) continue;
+          const bool cut = k == 832 && b_kinds.size() == 1;  // by wgmma: all of them
+          if (quick && (m * n * k > 3000000 || (!cut && rng() % thin))) continue;
           run_case(outcome, run, name, ka, kb, false, m, n, k, e, i == 2);
         }
       }
@@ -480,21 +577,28 @@ DType product_type(const GroupedGemmParams& p) {
   return p.b.scale == nullptr ? p.b.type : DType::kBFloat16;
 }
 
-// In parts of a third of the rows.
+// In parts, by few blocks, so that tiles are cut.
 template <int kRows>
 bool run_wgmma(const GroupedGemmParams& p) {
   if (!cuda::grouped_small_m_weights(p) || !cuda::grouped_unpack_takes(p.a)) return false;
-  const DType type = p.a.scale ? DType::kFloat16 : p.a.type;
-  const int64_t pitch = round_up(p.k, 128);
+  emulator::machine.index = emulator::machine.sm_count = 2 + static_cast<int>(rng() % 4);
+  emulator::machine.order = static_cast<emulator::Machine::Order>(rng() % 3);
   cuda::GroupedPart part;
   part.groups = p.groups;
-  const int64_t rows = p.m / 3 + 1;
-  Buffer a(rows * pitch * 2);
+  const int64_t rows = p.m / (1 + rng() % 3) + 1;
+  cuda::ArrangedA a;
+  a.type = p.a.scale ? DType::kFloat16 : p.a.type;
+  a.pitch = round_up(p.k, 128);
+  a.cuts = cuda::grouped_wgmma_cuts();
+  Buffer arranged(rows * a.pitch * 2), met(a.cuts * 4), sums(cuda::grouped_wgmma_sums_bytes(kRows));
+  a.rows = arranged.data();
+  a.met = met.as<unsigned>();
+  a.sums = sums.data();
   cuda::grouped_zero(p, nullptr);
   for (; part.row_begin < p.m; part.row_begin += rows) {
     part.rows = std::min(rows, p.m - part.row_begin);
-    cuda::grouped_unpack_rows(p, part, type, pitch, a.data(), nullptr);
-    cuda::grouped_wgmma(p, part, a.data(), type, pitch, kRows, nullptr);
+    cuda::grouped_unpack_rows(p, part, a, nullptr);
+    cuda::grouped_wgmma(p, part, a, kRows, nullptr);
   }
   require_barriers_at_rest();
   return true;
@@ -567,13 +671,14 @@ int main(int argc, char** argv) {
                        [&](const char* one) { return std::strcmp(one, name) == 0; });
   };
   quick = named("quick");
-  for (const char* name : {"schedule", "small", "wgmma", "dense", "general", "faults"}) {
+  for (const char* name : {"schedule", "shares", "small", "wgmma", "dense", "general", "faults"}) {
     any = any || named(name);
   }
   const auto wanted = [&](const char* name) { return !any || named(name); };
   const std::vector<Kind> dense_a = {kBf16, kFp16}, any_kind = {kSwizzled, kLinear, kBf16, kFp16};
   int failed = 0;
   if (wanted("schedule")) failed += test_schedule();
+  if (wanted("shares")) failed += test_shares();
   if (wanted("small")) {
     failed += test_rows("small_m 8", run_small<8>, dense_a, {kSwizzled});
     failed += test_rows("small_m 16", run_small<16>, dense_a, {kSwizzled});
