@@ -95,11 +95,11 @@ memcheck() { sanitizer memcheck && without_cublaslt memcheck; }
 # A process a part: the tool itself can stop with an internal error.
 racecheck() {
   local part failed=0
-  for part in producers gemm mid grouped; do sanitizer racecheck --only "$part" || failed=1; done
+  for part in producers gemm mid long grouped; do sanitizer racecheck --only "$part" || failed=1; done
   without_cublaslt racecheck || failed=1
   return "$failed"
 }
-initcheck() { sanitizer initcheck --only producers gemm mid grouped && without_cublaslt initcheck; }
+initcheck() { sanitizer initcheck --only producers gemm mid long grouped && without_cublaslt initcheck; }
 
 # Two GPUs of one host: the tests that need them, and every kernel on the second one.
 twogpu() {

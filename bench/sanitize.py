@@ -35,9 +35,12 @@ GEMM_SIZES = (  # m, n, k; those with k in 32s are a kernel of their own on Hopp
     (32, 72, 2080),
 )
 MID_SIZES = ((33, 24, 64), (64, 136, 544), (130, 72, 544), (257, 136, 544))
+# Of weights so large that every block's ring of stages goes round: rows, and n, k.
+LONG_ROWS, LONG_NK = (1, 8, 16, 32, 64, 128, 192, 257), (8192, 4096)
 DECODED_SIZES = ((33, 24, 48), (97, 53, 80), (600, 72, 528))
 GROUPED_SIZES = (((5, 0, 33), 136, 96), ((70, 1, 290), 264, 544))  # rows of each group, n, k
 HOSTILE_ROWS = 100  # of problems that are small enough to try all that is hostile
+CUT_SIZES = ((1, 40) * 6, 3584, 1056)  # more tiles than multiprocessors, so that some are cut
 SLICED_SIZES = ((37, 136, 96), (130, 72, 544))  # m, n, k
 GROUPED_VARIABLE = "NVFP4_GROUPED_KERNEL"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -121,6 +124,30 @@ def gemms(device: str, sizes: tuple[tuple[int, int, int], ...]) -> Iterator[str]
                 yield f"gemm {m}x{n}x{k}, {bias} bias, {out} out"
 
 
+def long(device: str) -> Iterator[str]:
+    """gemm and gemm_a16w4 of large weights, against torch. Scales of 1: sums are exact."""
+    rng = torch.Generator().manual_seed(SEED)
+    n, k = LONG_NK if device == "cuda" else (64, 256)
+
+    def operand(rows: int) -> Operand:
+        scale = ops.swizzle_scales(unit_scales(rows, k // 16))
+        return Operand(random_codes(rng, rows, k // 2), scale)
+
+    b = operand(n)
+    weights = b.decode().float().T
+    b = Operand(b.data.to(device), b.scale.to(device))
+    for m in LONG_ROWS:
+        a = operand(m)
+        dense = a.decode()
+        expected = (dense.float() @ weights).bfloat16()
+        y = ops.gemm(a.data.to(device), b.data, a.scale.to(device), b.scale)
+        require_same_bytes(f"gemm {m}x{n}x{k}", y, expected)
+        yield f"gemm {m}x{n}x{k}"
+        y = ops.gemm_a16w4(dense.to(device), b.data, b.scale)
+        require_same_bytes(f"gemm_a16w4 {m}x{n}x{k}", y, expected)
+        yield f"gemm_a16w4 {m}x{n}x{k}"
+
+
 def device_gemm(
     a: Operand,
     b: Operand,
@@ -171,6 +198,7 @@ def grouped(device: str) -> Iterator[str]:
     """grouped_gemm by every kernel. Scales of 1 and few terms: sums are exact in any order."""
     for sizes, n, k in GROUPED_SIZES:
         yield from ragged_rows(device, sizes, n, k)
+    yield from cut_tiles(device, *CUT_SIZES)
     for m, n, k in SLICED_SIZES:
         yield from ragged_slices(device, m, n, k)
 
@@ -203,6 +231,25 @@ def ragged_rows(device: str, sizes: tuple[int, ...], n: int, k: int) -> Iterator
                 check_grouped(device, what, operands, options, expected, options is meant)
                 del os.environ[GROUPED_VARIABLE]
                 yield what
+
+
+def cut_tiles(device: str, sizes: tuple[int, ...], n: int, k: int) -> Iterator[str]:
+    """By wgmma, which shares tiles among blocks where groups differ, against `general`."""
+    rng = torch.Generator().manual_seed(SEED)
+    m, groups = sum(sizes), len(sizes)
+    data, scale = random_codes(rng, m, k // 2), unit_scales(m, k // 16)
+    b = random_codes(rng, groups, n, k // 2).to(device)
+    tile = torch.full((groups, n, -(-k // 64) * 4), 0x38, dtype=torch.uint8, device=device)
+    offs = torch.tensor(sizes).cumsum(0).int().to(device)
+    operands = data.to(device), b, scale.to(device), tile.view(torch.float8_e4m3fn), offs
+    results = []
+    for kernel in ("general", "wgmma"):
+        os.environ[GROUPED_VARIABLE] = kernel
+        results.append(grouped_gemm(*operands))
+        del os.environ[GROUPED_VARIABLE]
+    what = f"grouped_gemm {sizes} {n}x{k}, wgmma"
+    require_same_bytes(what, *results)
+    yield what
 
 
 def hostile(options: dict[str, Tensor], offs: Tensor) -> dict[str, Tensor]:
@@ -279,6 +326,7 @@ PARTS = {
     "producers": producers,
     "gemm": lambda device: gemms(device, GEMM_SIZES),
     "mid": lambda device: gemms(device, MID_SIZES),
+    "long": long,
     "decoded": through_cublaslt,
     "grouped": grouped,
 }
@@ -301,7 +349,7 @@ def main(argv: list[str] | None = None) -> int:
                 print(name, flush=True)
     if args.device == "cuda":
         torch.cuda.synchronize()
-    print(f"{', '.join(args.only)}: {count} calls, every output as on the CPU")
+    print(f"{', '.join(args.only)}: {count} calls, every output right")
     return 0
 
 

@@ -532,7 +532,46 @@ def test_other_weights(monkeypatch, a, b, kernel):
     ],
 )
 def test_parts_of_a_workspace(monkeypatch, sizes, n, k, a):
-    """What is decoded exceeds the workspace. Scales of 1 and few terms: sums are exact in any order."""
+    """What is decoded exceeds the workspace."""
+    operands = exact_operands(sizes, n, k, a)
+    results = []
+    for kernel in ("general", "dense"):
+        monkeypatch.setenv("NVFP4_GROUPED_KERNEL", kernel)
+        poison("cuda")
+        results.append(grouped_gemm(*operands))
+    assert_same_bytes(*results)
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("a", ["nvfp4", "bfloat16"])
+@pytest.mark.parametrize(
+    ("rows", "groups", "n"),
+    [((1, 64), 14, 4096), ((1, 5, 9), 14, 4096), ((64, 0, 3, 130), 8, 8192), ((40, 17), 64, 1024)],
+)
+def test_tiles_of_two_blocks(monkeypatch, rows, groups, n, a):
+    """Groups that differ, on more tiles than there are multiprocessors: wgmma cuts some."""
+    sizes = [rows[e % len(rows)] for e in range(groups)]
+    left, *others = exact_operands(sizes, n, 1296, a)
+    m, dropped = len(left), torch.arange(len(left), device="cuda", dtype=torch.int32)
+    options = {
+        "alpha": torch.linspace(-1, 2, groups, device="cuda"),
+        "bias": torch.ones(groups, n, device="cuda"),
+        "gamma": torch.linspace(0.5, 2, m, device="cuda"),
+        "scatter": torch.where(dropped % 7 == 3, -1, dropped.flip(0)),
+    }
+    for out_dtype in (torch.bfloat16, torch.float32):
+        results = []
+        for kernel in ("general", "wgmma", "wgmma", "wgmma"):
+            monkeypatch.setenv("NVFP4_GROUPED_KERNEL", kernel)
+            poison("cuda")
+            results.append(grouped_gemm(left, *others, **options, out_dtype=out_dtype))
+        for result in results[1:]:
+            assert_same_bytes(result, results[0])
+
+
+def exact_operands(sizes, n, k, a):
+    """Of grouped_gemm, on the GPU. Scales of 1 and few terms: sums are exact in any order."""
     rng = torch.Generator("cuda").manual_seed(0)
 
     def packed(*shape):
@@ -543,15 +582,10 @@ def test_parts_of_a_workspace(monkeypatch, sizes, n, k, a):
         return torch.full(shape, 0x38, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
 
     m, groups = sum(sizes) + 5, len(sizes)
-    b, b_scale = packed(groups, n), ones(groups, (n + 127) // 128 * 128, k // 16)
+    b, b_scale = packed(groups, n), ones(groups, (n + 127) // 128 * 128, -(-k // 64) * 4)
     left, left_scale = packed(m), ones(m, k // 16)
     if a != "nvfp4":
         left = ops.dequantize(left, left_scale, swizzled=False, out_dtype=torch.bfloat16)
         left_scale = None
     offs = torch.tensor(ends(sizes), dtype=torch.int32, device="cuda")
-    results = []
-    for kernel in ("general", "dense"):
-        monkeypatch.setenv("NVFP4_GROUPED_KERNEL", kernel)
-        poison("cuda")
-        results.append(grouped_gemm(left, b, left_scale, b_scale, offs))
-    assert_same_bytes(*results)
+    return left, b, left_scale, b_scale, offs

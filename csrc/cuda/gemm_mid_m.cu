@@ -308,15 +308,15 @@ __device__ __forceinline__ void multiply(const MidMArgs& a, int worker, uint32_t
         }
         wgmma_commit();
         wgmma_wait<1>();  // the other set is free, and with a chunk's first words the slot before
-        if (first == 0 && chunk > 0 && lane == 0) barrier_arrive(base + before + kLast);
-        if (L::kHalves && first == 2 && lane == 0) barrier_arrive(base + ring.barrier + kRead);
+        if (first == 0 && chunk > 0) barrier_arrive(base + before + kLast);
+        if (L::kHalves && first == 2) barrier_arrive(base + ring.barrier + kRead);
       }
       before = ring.barrier;
       ring.advance();
     }
     wgmma_wait<0>();
     pin_registers(acc);
-    if (lane == 0) barrier_arrive(base + before + kLast);
+    barrier_arrive(base + before + kLast);
     piece.find_others(s);
     const Segment done = s;
     uint32_t id = threadIdx.x;  // anew: nothing of it has to stay in registers, or in memory
@@ -362,8 +362,8 @@ __global__ void __launch_bounds__(kThreads, 1) mid_m_kernel(const __grid_constan
       for (uint32_t at = base + L::kBarriers; at < base + L::kEnd; at += L::kBarrierStep) {
         barrier_init(at, 1);
         barrier_init(at + kSecondHalf, 1);
-        barrier_init(at + kRead, kMidMWarps);
-        barrier_init(at + kRead + kSecondHalf, kMidMWarps);
+        barrier_init(at + kRead, kMultipliers);
+        barrier_init(at + kRead + kSecondHalf, kMultipliers);
       }
       barrier_init(base + L::kOtherDone, kMidMWarps);
       for (uint32_t warp = 0; warp < kMidMWarps; ++warp) {

@@ -231,8 +231,7 @@ __device__ __forceinline__ void multiply(WeightRing& b, int chunk, int steps, in
       }
     }
     if (kByGroup<kTiles>) wgmma_wait<0>();
-    __syncwarp();
-    if (lane == 0) barrier_arrive(barriers + slot * 16 + 8);
+    barrier_arrive(barriers + slot * 16 + 8);  // each lane for what it has read
     chunk += k_groups;
     k_left -= k_groups * kHopperChunk;
   }
@@ -271,7 +270,7 @@ __global__ void __launch_bounds__(kThreads, 1) small_m_hopper_kernel(const Args 
     if (threadIdx.x == 0) {
       for (int s = 0; s < Ring::kSlots; ++s) {
         barrier_init(barriers + s * 16, Staged::kArrivals);
-        barrier_init(barriers + s * 16 + 8, a.strips);
+        barrier_init(barriers + s * 16 + 8, a.strips * kWarpSize);
       }
       barrier_init(received, 1);
       fence_barrier_init();

@@ -25,7 +25,7 @@
 namespace nvfp4::cuda {
 namespace {
 
-// What the copying warp says of a piece, whose place is free.
+// What the planning warp says of a piece, whose place is free.
 template <int kTileM>
 __device__ __forceinline__ void describe(const GroupedGemmParams& p, const TilePiece& piece,
                                          uint32_t number, int lane, Tile<kTileM>& out) {
@@ -64,25 +64,25 @@ __device__ __forceinline__ void plan_pieces(const WgmmaArgs& args, Memory<kTileM
                                 kNoStrips, TileLengths<kTileM>>;
   WarpSchedule schedule(p, &memory->schedule, lane, window_of(args.part));
   Shares<WarpSchedule> shares(schedule, args.steps, lane);
-  Place<kTiles> place;
-  uint32_t number = 0;
   TilePiece piece;
   wait_for_kernel_ahead();  // it zeroes the counters of cuts
-  while (shares.next(piece)) {
-    barrier_wait(at.finished(place.stage), place.parity ^ 1);
-    describe<kTileM>(p, piece, number++, lane, memory->tiles[place.stage]);
-    barrier_arrive(at.described(place.stage));
-    place.next();
+  for (uint32_t number = 0;; ++number) {
+    const bool found = shares.next(piece);
+    const uint32_t place = number % kTiles;
+    Tile<kTileM>& tile = memory->tiles[place];
+    barrier_wait(at.finished(place), number / kTiles % 2 ^ 1);
+    if (found) {
+      describe<kTileM>(p, piece, number, lane, tile);
+    } else if (lane == 0) {
+      tile.rows = 0;
+      tile.row = schedule.rows_end();
+    }
+    barrier_arrive(at.described(place));
+    if (!found) return;
   }
-  barrier_wait(at.finished(place.stage), place.parity ^ 1);
-  if (lane == 0) {
-    memory->tiles[place.stage].rows = 0;
-    memory->tiles[place.stage].row = schedule.rows_end();
-  }
-  barrier_arrive(at.described(place.stage));
 }
 
-// What a thread copies of a step: the bytes, and the copies of step `step` to `stage`.
+// A step's copies to a stage, whose barrier hears of them: of weights and their scales, of A.
 template <int kTileM>
 class WeightCopies {
  public:
@@ -262,7 +262,6 @@ __device__ __forceinline__ void multiply_steps(const WgmmaArgs& args, const Tile
   const uint32_t my_scales =
       kCodeBytes + kBoxes * kTileM * kBoxBytes + static_cast<uint32_t>(lane.group) * kScaleBytes +
       static_cast<uint32_t>(lane.t / 2) * kTileBytes + lane.first * kVectorBytes;
-  const bool signals = lane.thread % kWarpSize == 0;
   uint32_t fragment[kFragments][2][2][4];  // pair of rows, 16 of k, registers
   const int steps = tile.end - tile.begin;
   int blocks_left = static_cast<int>(args.gemm.k / kBlockSize) - tile.begin * kStepBlocks;
@@ -283,7 +282,7 @@ __device__ __forceinline__ void multiply_steps(const WgmmaArgs& args, const Tile
         scale_pairs(now.four[j] >> (16 * q), scale[j], T{});
       }
       decode_and_multiply<T, kTileM, 0>(halves[q], scale, fragment, a, q, low, high);
-      if (q == 0 && step > 0 && signals) barrier_arrive(ring.at.empty(before));
+      if (q == 0 && step > 0) barrier_arrive(ring.at.empty(before));
       decode_and_multiply<T, kTileM, 1>(halves[q], scale, fragment, a, q, low, high);
       // What comes next is on its way while the rest is worked on; sooner, it would take registers.
       if (q == 0) {
@@ -305,7 +304,7 @@ __device__ __forceinline__ void multiply_steps(const WgmmaArgs& args, const Tile
   wgmma_wait<0>();
   pin_registers(low);
   pin_registers(high);
-  if (signals) barrier_arrive(ring.at.empty(before));
+  barrier_arrive(ring.at.empty(before));
 }
 
 // By the fewest rows that will do. (More than four sizes, and ptxas runs out of registers.)
@@ -370,7 +369,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (thread == 0) {
       for (int i = 0; i < kStages<kTileM>; ++i) {
         barrier_init(at.full(i), kCopiers);
-        barrier_init(at.empty(i), kMultiplierWarps);
+        barrier_init(at.empty(i), kMultipliers * kGroupThreads);
       }
       for (int i = 0; i < kTiles; ++i) {
         barrier_init(at.described(i), kWarpSize);

@@ -95,7 +95,8 @@ __device__ __forceinline__ void finish(const WgmmaArgs& args, const Tile<kTileM>
   // all tiles or all columns, and spills it.
   uint32_t thread = lane.thread;
   keep(thread);
-  const uint32_t in_warp = thread % kWarpSize, warp = lane.group * 4 + thread / kWarpSize;
+  const uint32_t in_warp = thread % kWarpSize;
+  const uint32_t warp = lane.group * (kGroupThreads / kWarpSize) + thread / kWarpSize;
   // Of what a lane stores: matrix in_warp / 8, and in it row in_warp % 8.
   const int64_t n = tile.n + lane.group * kGroupRows + thread / kWarpSize * 8 + in_warp / 8 * 32;
   const int count = static_cast<int>(max(min(p.n - n, int64_t{8}), int64_t{0}));
