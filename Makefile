@@ -3,10 +3,11 @@
 # make oracles  byte tests against other implementations
 #
 # Each sets up .venv first: nothing by hand. Set PYTHON for another interpreter, VENV for another
-# place. Packages come from the index that pip is configured with.
+# place, WORKERS=0 for tests in one process. Packages come from the index that pip is configured with.
 
 PYTHON ?= python3
 VENV ?= .venv
+WORKERS ?= auto
 BIN = $(VENV)/bin
 CSRC = $(shell find csrc tests -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh' -o -name '*.inl')
 
@@ -16,7 +17,7 @@ demo: $(VENV)/.demo build
 	$(BIN)/python -m nvfp4_linear demo
 
 test: $(VENV)/.test build
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 $(PYTEST_ARGS)
 
 # `make test` skips what it compares with other implementations; this installs them first.
 oracles: $(VENV)/.test $(VENV)/.oracles build
