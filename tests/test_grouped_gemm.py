@@ -550,7 +550,7 @@ def test_parts_of_a_workspace(monkeypatch, sizes, n, k, a):
     [((1, 64), 14, 4096), ((1, 5, 9), 14, 4096), ((64, 0, 3, 130), 8, 8192), ((40, 17), 64, 1024)],
 )
 def test_tiles_of_two_blocks(monkeypatch, rows, groups, n, a):
-    """Groups that differ, on more tiles than there are multiprocessors: wgmma cuts some."""
+    """Groups that differ, on more tiles than multiprocessors: on an H200's 132 wgmma cuts some."""
     sizes = [rows[e % len(rows)] for e in range(groups)]
     left, *others = exact_operands(sizes, n, 1296, a)
     m, dropped = len(left), torch.arange(len(left), device="cuda", dtype=torch.int32)

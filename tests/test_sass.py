@@ -1,5 +1,6 @@
 """The machine code in the built library: which instruction converts to E2M1, on which architecture,
-that a kernel whose shared memory leaves no cache spills nothing, and that what may start early waits.
+that a kernel whose shared memory leaves no cache spills nothing, that what may start early waits,
+and that no sum depends on who comes first.
 
 Blackwell has `cvt.rn.satfinite.e2m1x2.f32` (F2FP...E2M1 in its machine code); elsewhere the same
 source rounds in software. cuobjdump and nvdisasm come from the index, no GPU or toolkit is needed.
@@ -92,3 +93,14 @@ def test_what_may_start_early_waits_before_it_touches_memory(kernel, tmp_path):
         touches = re.search(r"\b(LDG|STG|LD|ST|ATOMG?|REDG?|LDGSTS)\b", code)
         assert touches, name  # the machine code of a kernel that reads or writes
         assert "ACQBULK" in code[: touches.start()], name
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_no_atomic_on_floats(arch):
+    """Every run gives the same bytes: atomics count, and nothing else."""
+    command = [tool("cuobjdump"), "-arch", arch, "-sass", str(LIBRARY)]
+    text = subprocess.run(command, capture_output=True, text=True).stdout
+    atomics = set(re.findall(r"\s((?:ATOM|RED)[A-Z]?\.\S+)", text))
+    if not atomics:
+        pytest.skip(f"needs a build for {arch}: this library has none of its atomics")
+    assert not [x for x in atomics if re.search(r"\.B?F(16|32|64)", x)], atomics

@@ -42,13 +42,11 @@ template <int kTileM>
 constexpr int kSizes = kTileM / kRowUnit<kTileM>;
 constexpr int kMaxSizes = 4;
 
-// Where a warp turns results round, some columns of its fragments at a time: of eight of them, a
-// matrix of each of its lanes' rows.
-template <int kTileM>
-constexpr int kTurnColumns = kRowUnit<kTileM>;
+// Where a warp turns results round, kRowUnit columns of its fragments at a time: of eight of them,
+// a matrix of each of its lanes' rows.
 constexpr int kTurnBytes = kRowsPerLane * kMatrixBytes;
 template <int kTileM>
-constexpr int kStagedBytes = kMultiplierWarps * kTurnColumns<kTileM> / 8 * kTurnBytes;
+constexpr int kStagedBytes = kMultiplierWarps * kRowUnit<kTileM> / 8 * kTurnBytes;
 
 // How long a tile takes, by its rows: decoding is the same for all. Measured on an H200.
 template <int kTileM>

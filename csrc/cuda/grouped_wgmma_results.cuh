@@ -88,7 +88,7 @@ template <typename T, typename Out, int kTileM>
 __device__ __forceinline__ void finish(const WgmmaArgs& args, const Tile<kTileM>& tile,
                                        const Lane& lane, Addresses<kTileM> addresses,
                                        const float (&acc)[2][kTileM / 2]) {
-  constexpr int kColumns = kTurnColumns<kTileM>, kEights = kColumns / 8;
+  constexpr int kColumns = kRowUnit<kTileM>, kEights = kColumns / 8;
   const GroupedGemmParams& p = args.gemm;
   const float alpha = tile.alpha;
   // Said anew, here and for all columns below, or the compiler makes what follows from it ahead of

@@ -77,6 +77,7 @@ struct Machine {
   int cc_major = 9;
   int shared_per_sm = 228 * 1024, shared_per_block = 227 * 1024;
   enum Order { kForwards, kBackwards, kOddFirst } order = kForwards;  // of blocks, or clusters
+  int early_starts = 0;  // launches that may start before the kernel ahead is over
 };
 extern Machine machine;
 
@@ -214,6 +215,9 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* c, void (*kernel)(Param
   for (unsigned i = 0; i < c->numAttrs; ++i) {
     if (c->attrs[i].id == cudaLaunchAttributeClusterDimension) {
       cluster = static_cast<int>(c->attrs[i].val.clusterDim.x);
+    }
+    if (c->attrs[i].id == cudaLaunchAttributeProgrammaticStreamSerialization) {
+      ++emulator::machine.early_starts;
     }
   }
   if (c->gridDim.x % cluster != 0) return cudaErrorInvalidValue;
