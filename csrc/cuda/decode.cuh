@@ -77,18 +77,21 @@ __device__ __forceinline__ void scale_pairs(uint32_t two, uint32_t (&pairs)[2], 
   pairs[1] = both_high(both);
 }
 
-// Nibbles i and i + 4 where T has sign and magnitude, in pairs[i].
+// Nibbles i and i + 4 where T has sign and magnitude, in pairs[i]. Two pairs share a word: where T
+// wants them, and some bits further down. Shifts to the left are multiplications, on another pipe
+// than the rest.
 __device__ __forceinline__ void place_split(uint32_t word, uint32_t (&pairs)[4], __nv_bfloat16) {
-  const uint32_t high = word >> 8;
-  // The factors leave two copies: s of one in bit 15, eem of the other in bits 8..6.
-  pairs[0] = ((word & 0x000F000Fu) * ((1u << 12) + (1u << 6))) & 0x81C081C0u;
-  pairs[1] = ((word & 0x00F000F0u) * ((1u << 8) + (1u << 2))) & 0x81C081C0u;
-  pairs[2] = ((high & 0x000F000Fu) * ((1u << 12) + (1u << 6))) & 0x81C081C0u;
-  pairs[3] = ((high & 0x00F000F0u) * ((1u << 8) + (1u << 2))) & 0x81C081C0u;
+  // Halves s x x x s x x e e m x e e m x x.
+  constexpr uint32_t kSign = 0x88008800u, kWanted = 0x81C081C0u;
+  const uint32_t low = select_bits(word << 8, word << 2, kSign);
+  const uint32_t high = select_bits(word, word >> 6, kSign);
+  pairs[0] = (low << 4) & kWanted;
+  pairs[1] = low & kWanted;
+  pairs[2] = (high << 4) & kWanted;
+  pairs[3] = high & kWanted;
 }
 __device__ __forceinline__ void place_split(uint32_t word, uint32_t (&pairs)[4], __half) {
-  // Bytes s x x x e e m x; then the halves' upper ones. Shifts to the left are multiplications, on
-  // another pipe than the rest.
+  // Bytes s x x x e e m x.
   constexpr uint32_t kSign = 0x80808080u, kWanted = 0x8E008E00u;
   const uint32_t even = select_bits(word << 4, word << 1, kSign);
   const uint32_t odd = select_bits(word, word >> 3, kSign);
