@@ -91,7 +91,7 @@ class Workspace {
   void* data() const { return part(0); }
 
  private:
-  static constexpr size_t kMaxParts = 3;
+  static constexpr size_t kMaxParts = 4;
   void* block_ = nullptr;
   std::array<void*, kMaxParts> parts_{};
 };

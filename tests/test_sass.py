@@ -1,6 +1,6 @@
 """The machine code in the built library: which instruction converts to E2M1, on which architecture,
 that a kernel whose shared memory leaves no cache spills nothing, that what may start early waits,
-and that no sum depends on who comes first.
+that two kernels fit side by side, and that no sum depends on who comes first.
 
 Blackwell has `cvt.rn.satfinite.e2m1x2.f32` (F2FP...E2M1 in its machine code); elsewhere the same
 source rounds in software. cuobjdump and nvdisasm come from the index, no GPU or toolkit is needed.
@@ -93,6 +93,34 @@ def test_what_may_start_early_waits_before_it_touches_memory(kernel, tmp_path):
         touches = re.search(r"\b(LDG|STG|LD|ST|ATOMG?|REDG?|LDGSTS)\b", code)
         assert touches, name  # the machine code of a kernel that reads or writes
         assert "ACQBULK" in code[: touches.start()], name
+
+
+def registers(arch: str, kernel: str) -> list[int]:
+    """Of a thread, for every `kernel` that the library has for `arch`."""
+    command = [tool("cuobjdump"), "-arch", arch, "-res-usage", str(LIBRARY)]
+    text = subprocess.run(command, capture_output=True, text=True).stdout
+    found = re.findall(rf"Function \S*{len(kernel)}{kernel}\S*:\s+REG:(\d+)", text)
+    if not found:
+        pytest.skip(f"needs a build for {arch}: this library has no {kernel} for it")
+    return [int(x) for x in found]
+
+
+def test_arranging_and_multiplying_fit_one_multiprocessor():
+    """Else grouped_wgmma starts when the last of its rows are arranged, not beside that."""
+    arranging = registers("sm_90a", "unpack_kernel")
+    multiplying = registers("sm_90a", "grouped_wgmma_kernel")
+    assert len(arranging) == len(multiplying) == 4
+    assert 128 * max(arranging) + 384 * max(multiplying) <= 65536
+
+
+def test_counters_are_zero_before_another_kernel_may_read_them(tmp_path):
+    """PREEXIT is `griddepcontrol.launch_dependents`: grouped_wgmma starts and reads the counters."""
+    kernels = machine_code("sm_90a", "unpack_kernel", tmp_path)
+    assert len(kernels) == 4
+    for name, code in kernels.items():
+        order = re.findall(r"\b(STG|MEMBAR|PREEXIT|LDG)\b", code)
+        before = order[: order.index("PREEXIT")]
+        assert before.count("STG") >= 2 and before[-1] == "MEMBAR", (name, order[:10])
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])

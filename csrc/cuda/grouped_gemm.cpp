@@ -110,10 +110,12 @@ void run_wgmma(const GroupedGemmParams& p, int64_t rows, Stream stream) {
   a.cuts = grouped_wgmma_cuts();
   const int64_t sums = grouped_wgmma_sums_bytes(tile_rows(rows));
   const int64_t part_rows = std::min(p.m, (kWorkspaceBudget - sums) / (a.pitch * 2));
-  const Workspace workspace{part_rows * a.pitch * 2, sums, a.cuts * 4};
+  const Workspace workspace{part_rows * a.pitch * 2, sums, a.cuts * 4,
+                            current_device().sm_count * 4};
   a.rows = workspace.part(0);
   a.sums = workspace.part(1);
   a.met = static_cast<unsigned*>(workspace.part(2));
+  if (grouped_wgmma_overlaps(tile_rows(rows))) a.rounds = static_cast<unsigned*>(workspace.part(3));
   grouped_zero(p, stream);
   GroupedPart part;
   part.groups = p.groups;

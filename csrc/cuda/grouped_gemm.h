@@ -42,9 +42,9 @@ void grouped_ends(const GroupedGemmParams& p, int32_t* ends, unsigned* zeros, in
 
 bool grouped_unpack_takes(const Operand& operand);  // aligned well enough to be made dense
 
-// What grouped_wgmma wants ahead, in a workspace: a part's rows of A in the problem's order,
-// `pitch` 16-bit values each, a multiple of 128, those from k on zero, in the order of k that it
-// multiplies in; and room for the tiles that two blocks share.
+// What grouped_wgmma wants in a workspace: a part's rows of A in the problem's order, `pitch`
+// 16-bit values each, a multiple of 128, those from k on zero, in the order of k that it multiplies
+// in; and room for the tiles that two blocks share.
 struct ArrangedA {
   void* rows = nullptr;
   DType type = DType::kBFloat16;
@@ -52,10 +52,17 @@ struct ArrangedA {
   unsigned* met = nullptr;  // `cuts` counters, zeroed with the rows
   int64_t cuts = 0;
   void* sums = nullptr;
+  // Not null where rows are made while grouped_wgmma is under way: by `blocks` blocks, a row in
+  // steps, and those in rounds. rounds[i] counts block i's; there is one for every multiprocessor.
+  // grouped_unpack_rows() says the other figures.
+  unsigned* rounds = nullptr;
+  unsigned blocks = 0, steps_per_row = 0, steps_per_round = 0;
 };
+bool grouped_wgmma_overlaps(int64_t rows);  // is sooner done with rounds
 int64_t grouped_wgmma_cuts();
 int64_t grouped_wgmma_sums_bytes(int64_t rows);
-void grouped_unpack_rows(const GroupedGemmParams& p, const GroupedPart& part, const ArrangedA& to,
+// Called next before grouped_wgmma().
+void grouped_unpack_rows(const GroupedGemmParams& p, const GroupedPart& part, ArrangedA& to,
                          Stream stream);
 
 // Hopper (compute capability 9.0), ragged M. Packed weights with swizzled scales, as for

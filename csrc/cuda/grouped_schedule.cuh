@@ -83,8 +83,8 @@ class Schedule {
       : p_(p),
         memory_(memory),
         thread_(thread),
-        tiles_n_((p.n + kTileN - 1) / kTileN),
-        rows_end_(window.end),
+        tiles_n_(static_cast<int>((p.n + kTileN - 1) / kTileN)),
+        rows_end_(static_cast<int>(window.end)),
         rows_before_(static_cast<int>(window.begin)) {
     if (!p.ragged_k && p.groups > 0) load_window();
   }
@@ -94,14 +94,14 @@ class Schedule {
   __device__ bool find(int64_t index, GroupedTile& tile) {
     if (p_.ragged_k) return find_slice(index, tile);
     if (p_.groups == 0) return false;
-    while (index >= (tiles_before_ + memory_->tiles[count_ - 1]) * tiles_n_) {
+    while (index >= int64_t{tiles_before_ + memory_->tiles[count_ - 1]} * tiles_n_) {
       if (first_ + count_ >= p_.groups) return false;
       first_ += count_;
       tiles_before_ += memory_->tiles[count_ - 1];
       rows_before_ = memory_->ends[count_ - 1];
       load_window();
     }
-    find_in_window(index - tiles_before_ * tiles_n_, memory_->tiles, tile);
+    find_place(index - int64_t{tiles_before_} * tiles_n_, memory_->tiles, tile);
     return true;
   }
 
@@ -115,12 +115,12 @@ class Schedule {
   __device__ int line_begin(int index) const {
     if (index >= items()) return line();
     GroupedTile tile;
-    return find_in_window(index, memory_->tiles, tile).begin;
+    return find_in_window(index, true, tile).begin;
   }
   __device__ int longest() const { return longest_; }  // of the line's tiles
-  // The tile that has place `at` of the line; there is one.
-  __device__ OnLine find_on_line(int at, GroupedTile& tile) const {
-    return find_in_window(at, lengths(), tile);
+  // Item `at`, or the tile that has place `at` of the line; there is one.
+  __device__ OnLine find_in_window(int at, bool item, GroupedTile& tile) const {
+    return find_place(at, item ? memory_->tiles : lengths(), tile);
   }
 
   // Where the window's rows that no group has begin. Only after find() gave false, or in one
@@ -130,12 +130,12 @@ class Schedule {
  private:
   __device__ const int* lengths() const { return memory_->lengths(); }
   __device__ int64_t window_sum(const int* upto) const {
-    return count_ ? upto[count_ - 1] * tiles_n_ : 0;
+    return count_ ? int64_t{upto[count_ - 1]} * tiles_n_ : 0;
   }
 
   // The tile at `local`, counted in what `upto` has sums of: tiles or their lengths.
   template <typename Int>
-  __device__ OnLine find_in_window(Int local, const int* upto, GroupedTile& tile) const {
+  __device__ OnLine find_place(Int local, const int* upto, GroupedTile& tile) const {
     const Int tiles_n = static_cast<Int>(tiles_n_);
     int low = 0, high = count_ - 1;  // the first group that ends beyond `local`
     while (low < high) {
@@ -152,8 +152,8 @@ class Schedule {
     const int each = upto == memory_->tiles ? 1 : Lengths::kWhole;  // the group's last may be less
     Int in_group = local - before(upto) * tiles_n;
     int strip = 0, width = upto[low] - before(upto);  // of a column of tiles
-    if (kStrip < tiles) {
-      static_assert(kStrip == kNoStrips || kEven);
+    static_assert(kStrip == kNoStrips || kEven);
+    if (kStrip != kNoStrips && kStrip < tiles) {
       strip = static_cast<int>(in_group / (kStrip * tiles_n)) * kStrip;
       in_group -= strip * tiles_n;
       width = min(kStrip, tiles - strip);
@@ -168,9 +168,8 @@ class Schedule {
     tile.k_begin = 0;
     tile.k_end = p_.k;
     const int length = lengths()[low] - before(lengths());
-    return {
-        before(lengths()) * static_cast<int>(tiles_n_) + n_tile * length + m_tile * Lengths::kWhole,
-        Lengths::of(tile.rows)};
+    return {before(lengths()) * tiles_n_ + n_tile * length + m_tile * Lengths::kWhole,
+            Lengths::of(tile.rows)};
   }
 
   __device__ bool find_slice(int64_t index, GroupedTile& tile) {
@@ -221,27 +220,23 @@ class Schedule {
   }
 
   __device__ void load_window() {
-    static_assert(kWindow % kThreads == 0);
-    constexpr int kEach = kWindow / kThreads;
     count_ = static_cast<int>(min(int64_t{kWindow}, p_.groups - first_));
-    const int from = thread_ * kEach;
-    const int here = min(kEach, count_ - from);  // may be negative
-    Barrier::sync();                             // everyone is done with the window before
+    const int each = (count_ + kThreads - 1) / kThreads;  // consecutive groups of a thread
+    const int from = thread_ * each;
+    const int here = min(each, count_ - from);  // may be negative
+    Barrier::sync();                            // everyone is done with the window before
     int running = rows_before_;
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      if (i < here) memory_->ends[from + i] = p_.offs[first_ + from + i];
-    }
-#pragma unroll 1
+#pragma unroll 2
     for (int i = 0; i < here; ++i) {
-      running = max(running, static_cast<int>(min(int64_t{memory_->ends[from + i]}, rows_end_)));
+      const int end = __ldg(p_.offs + first_ + from + i);
+      memory_->ends[from + i] = end;
+      running = max(running, min(end, rows_end_));
     }
     int begin = before_this(running, rows_before_, [](int a, int b) { return max(a, b); });
     int count = 0, length = 0, longest = 0;
 #pragma unroll 1
     for (int i = 0; i < here; ++i) {
-      const int end =
-          max(begin, static_cast<int>(min(int64_t{memory_->ends[from + i]}, rows_end_)));
+      const int end = max(begin, min(memory_->ends[from + i], rows_end_));
       const int tiles = (end - begin + kTileM - 1) / kTileM;
       count += tiles;
       if (!kEven && tiles) {
@@ -276,10 +271,10 @@ class Schedule {
   const GroupedGemmParams& p_;
   Memory* const memory_;
   const int thread_;
-  const int64_t tiles_n_, rows_end_;
+  const int tiles_n_, rows_end_;  // m, as offsets, has 31 bits
   int rows_before_;
-  int64_t first_ = 0;  // the window's first group
-  int64_t tiles_before_ = 0;
+  int first_ = 0;         // the window's first group
+  int tiles_before_ = 0;  // at most a tile a row
   int count_ = 0, longest_ = Lengths::kWhole;
 };
 

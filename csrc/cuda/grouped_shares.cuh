@@ -24,18 +24,16 @@ constexpr int kWholeTile = -1;
 // Fewer steps than this are not worth a cut.
 constexpr int kLeastSteps = 2;
 
-// For a warp, which asks together.
+// For a warp, which asks together. It does so at the start of a kernel, whose instructions come
+// from far: what is asked twice is one piece of code.
 template <typename Schedule>
 class Shares {
  public:
-  __device__ Shares(Schedule& schedule, int steps, int lane) : schedule_(schedule), steps_(steps) {
-    const int blocks = gridDim.x;
-    cut_ = schedule.one_window() && worth_cutting();
-    if (!cut_) return;
-    const int rounds = schedule.line() / blocks / schedule.longest() - 1;
-    whole_items_ = rounds * blocks;
-    at_ = cut(blockIdx.x, rounds, lane);
-    end_ = cut(blockIdx.x + 1, rounds, lane);
+  __device__ Shares(Schedule& schedule, int steps, int lane)
+      : schedule_(schedule), steps_(steps), one_window_(schedule.one_window()) {
+    if (!one_window_) return;
+    whole_items_ = schedule.items();
+    if (worth_cutting()) cut(schedule.line() / gridDim.x / schedule.longest() - 1, lane);
   }
 
   // False after the last one.
@@ -44,17 +42,18 @@ class Shares {
     piece.end = steps_;
     piece.meets = kWholeTile;
     const int64_t item = item_;
-    if (!cut_ || item < whole_items_) {
-      item_ += gridDim.x;
-      return schedule_.find(item, piece.tile);
-    }
-    while (at_ < end_) {
-      const OnLine tile = schedule_.find_on_line(at_, piece.tile);
+    item_ += gridDim.x;
+    if (!one_window_) return schedule_.find(item, piece.tile);
+    const bool whole = item < whole_items_;
+    while (whole || at_ < end_) {
+      const OnLine tile =
+          schedule_.find_in_window(whole ? static_cast<int>(item) : at_, whole, piece.tile);
+      if (whole) return true;
       piece.begin = step_of(at_, tile);
       piece.end = step_of(end_, tile);
       const int block = static_cast<int>(blockIdx.x);
-      const bool whole = piece.begin == 0 && piece.end == steps_;
-      piece.meets = whole ? kWholeTile : block + (piece.begin == 0);
+      const bool uncut = piece.begin == 0 && piece.end == steps_;
+      piece.meets = uncut ? kWholeTile : block + (piece.begin == 0);
       at_ = tile.begin + tile.length;
       if (piece.begin < piece.end) return true;
     }
@@ -70,19 +69,27 @@ class Shares {
     return line / blocks >= longest && int64_t{rounds} * longest * blocks * 19 > int64_t{line} * 20;
   }
 
-  // Where the share of `block` begins: the line is cut as if the blocks before it had had nothing
-  // but their shares, less what they had in rounds.
-  __device__ int cut(int block, int rounds, int lane) const {
-    const int blocks = gridDim.x;
-    uint32_t made = 0;  // in rounds, by the blocks before this one
-    for (int round = lane; round < rounds; round += kWarpSize) {
-      made += schedule_.line_begin(round * blocks + block) - schedule_.line_begin(round * blocks);
+  // Where this block's share begins and where the next one's, half of the warp each: the line is
+  // cut as if the blocks before had had nothing but their shares, less what they had in rounds.
+  __device__ void cut(int rounds, int lane) {
+    constexpr int kHalf = kWarpSize / 2;
+    const int blocks = gridDim.x, block = static_cast<int>(blockIdx.x) + lane / kHalf;
+    uint32_t begin = 0;
+#pragma unroll 1
+    for (int i = lane % kHalf; i <= 2 * rounds; i += kHalf) {
+      const bool end = i % 2;  // of the blocks before, in round i / 2
+      const auto place =
+          static_cast<uint32_t>(schedule_.line_begin(i / 2 * blocks + (end ? block : 0)));
+      begin += end ? 0 - place : place;
     }
-    for (int distance = kWarpSize / 2; distance; distance /= 2) {
-      made += __shfl_xor_sync(kFullWarp, made, distance);
+    for (int distance = kHalf / 2; distance; distance /= 2) {
+      begin += __shfl_xor_sync(kFullWarp, begin, distance);
     }
-    const auto share = static_cast<int>(int64_t{schedule_.line()} * block / blocks);
-    return schedule_.line_begin(rounds * blocks) + share - static_cast<int>(made);
+    const int line = schedule_.line();
+    begin += line / blocks * block + line % blocks * block / blocks;
+    whole_items_ = rounds * blocks;
+    at_ = static_cast<int>(__shfl_sync(kFullWarp, begin, 0));
+    end_ = static_cast<int>(__shfl_sync(kFullWarp, begin, kHalf));
   }
 
   // The step at which a cut at this place of the line cuts a tile; 0 or all of them where it is
@@ -90,14 +97,14 @@ class Shares {
   __device__ int step_of(int at, const OnLine& tile) const {
     if (at <= tile.begin) return 0;
     if (at >= tile.begin + tile.length) return steps_;
-    const int step = static_cast<int>(int64_t{at - tile.begin} * steps_ / tile.length);
+    const int step = (at - tile.begin) * steps_ / tile.length;  // a tile's length is in hundreds
     if (step < kLeastSteps) return 0;
     return steps_ - step < kLeastSteps ? steps_ : step;
   }
 
   Schedule& schedule_;
   const int steps_;
-  bool cut_;
+  const bool one_window_;
   int64_t item_ = blockIdx.x;
   int whole_items_ = 0, at_ = 0, end_ = 0;
 };

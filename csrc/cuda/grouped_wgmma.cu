@@ -5,6 +5,14 @@
 //   start copies of boxes, two warpgroups multiply: 128 weight rows each, as two wgmma of
 //   64 x kN x 16 per 16 of k, where kN <= kTileM is what the tile's rows need. The copies run ahead
 //   across tiles. A warp of its own plans: it looks for tiles, and the others read what it found.
+// - A's rows are arranged by another kernel (grouped_unpack.cu), which lets this one start at once:
+// a
+//   block of it fits beside one of these, in the registers that these leave. So the pass costs the
+//   time of the first rows. Where they are few it is over before the first tile is planned, and
+//   this kernel waits for it.
+// - At the start all comes from far, instructions too: 600 MB of weights have passed through L2
+// since
+//   the kernel before. The planner's code is short therefore, and weights leave L2 first.
 // - Where groups differ, blocks share tiles, so that all are done at the same time
 //   (grouped_shares.cuh).
 // - Nothing may be spilled: with this much shared memory hardly any L1 is left, and a spilled word
@@ -30,6 +38,7 @@ template <int kTileM>
 __device__ __forceinline__ void describe(const GroupedGemmParams& p, const TilePiece& piece,
                                          uint32_t number, int lane, Tile<kTileM>& out) {
   const GroupedTile& tile = piece.tile;
+#pragma unroll 1
   for (int i = lane; i < kTileM; i += kWarpSize) {
     const int64_t m = tile.row + i;
     const int64_t to = i < tile.rows ? target_row(p, m) : kDropped;
@@ -37,11 +46,14 @@ __device__ __forceinline__ void describe(const GroupedGemmParams& p, const TileP
     out.target[i] = static_cast<int>(missing ? kMissing - to : to);
     out.gamma[i] = p.gamma && i < tile.rows ? p.gamma[m] : 1.0f;
   }
-#pragma unroll
-  for (int i = 0; i < kTileN; i += kWarpSize) {
-    const int64_t n = tile.n + i + lane;
-    out.bias[i + lane] =
-        p.bias && n < p.n ? load_as_float(p.bias, p.bias_type, tile.group * p.n + n) : 0.0f;
+#pragma unroll 1
+  for (int i = lane; i < kTileN; i += kWarpSize) out.bias[i] = 0.0f;
+  if (p.bias) {
+#pragma unroll 2
+    for (int i = lane; i < kTileN; i += kWarpSize) {
+      const int64_t n = tile.n + i;
+      if (n < p.n) out.bias[i] = load_as_float(p.bias, p.bias_type, tile.group * p.n + n);
+    }
   }
   if (lane != 0) return;
   out.group = tile.group;
@@ -65,7 +77,6 @@ __device__ __forceinline__ void plan_pieces(const WgmmaArgs& args, Memory<kTileM
   WarpSchedule schedule(p, &memory->schedule, lane, window_of(args.part));
   Shares<WarpSchedule> shares(schedule, args.steps, lane);
   TilePiece piece;
-  wait_for_kernel_ahead();  // it zeroes the counters of cuts
   for (uint32_t number = 0;; ++number) {
     const bool found = shares.next(piece);
     const uint32_t place = number % kTiles;
@@ -78,14 +89,60 @@ __device__ __forceinline__ void plan_pieces(const WgmmaArgs& args, Memory<kTileM
       tile.row = schedule.rows_end();
     }
     barrier_arrive(at.described(place));
-    if (!found) return;
+    if (!found) break;
   }
+  wait_for_kernel_ahead();  // it has nothing to do any more, but must be over
 }
+
+// Weights, which are there. Where A's rows are made ahead and hence few, they wait for those.
+struct Given {
+  __device__ Given(const ArrangedA& a, int) {
+    if (a.rounds == nullptr) wait_for_kernel_ahead();
+  }
+  __device__ void wait_for(int64_t) const {}
+};
+
+// A's rows, made ahead or at this time. For a warp.
+class RowsInTheMaking {
+ public:
+  __device__ RowsInTheMaking(const ArrangedA& a, int lane) : a_(a), lane_(lane) {
+    if (a.rounds) return;
+    wait_for_kernel_ahead();
+    steps_ = ~0u;
+  }
+
+  // Until the part's first `rows` are there for copies.
+  __device__ void wait_for(int64_t rows) {
+    const auto steps = static_cast<uint32_t>(rows) * a_.steps_per_row;
+    if (steps <= steps_) return;
+    while (steps > steps_) {
+      uint32_t rounds = ~0u;
+#pragma unroll 4
+      for (unsigned i = lane_; i < a_.blocks; i += kWarpSize) {
+        rounds = min(rounds, load_relaxed(a_.rounds + i));
+      }
+      for (int distance = kWarpSize / 2; distance; distance /= 2) {
+        rounds = min(rounds, __shfl_xor_sync(kFullWarp, rounds, distance));
+      }
+      steps_ = rounds * a_.steps_per_round;
+    }
+    fence_device();
+    __syncwarp();
+    fence_async_proxy();
+  }
+
+ private:
+  const ArrangedA& a_;
+  const int lane_;
+  uint32_t steps_ = 0;  // that are made
+};
 
 // A step's copies to a stage, whose barrier hears of them: of weights and their scales, of A.
 template <int kTileM>
 class WeightCopies {
  public:
+  using Source = Given;
+
   __device__ WeightCopies(const WgmmaArgs& args, const Tile<kTileM>& tile)
       : args_(args), row_(static_cast<int>(tile.group * args.gemm.n + tile.n)) {
     const GroupedGemmParams& p = args.gemm;
@@ -100,10 +157,10 @@ class WeightCopies {
     const int64_t left = args_.tiles_per_row - int64_t{step} * kStepTiles;
     const auto scale_bytes = static_cast<uint32_t>(min(left, int64_t{kStepTiles})) * kTileBytes;
     barrier_expect(arrived, kCodeBytes + kMultipliers * scale_bytes);
-    copy_box(stage, args_.codes, step * kBoxBytes, row_, arrived);
+    copy_box<true>(stage, args_.codes, step * kBoxBytes, row_, arrived);
     uint32_t target = stage + kCodeBytes + kBoxes * kTileM * kBoxBytes;
     for (int i = 0; i < kMultipliers; ++i, target += kScaleBytes) {
-      copy_bulk(target, scales_[i] + int64_t{step} * kScaleBytes, scale_bytes, arrived);
+      copy_bulk<true>(target, scales_[i] + int64_t{step} * kScaleBytes, scale_bytes, arrived);
     }
   }
 
@@ -116,6 +173,8 @@ class WeightCopies {
 template <int kTileM>
 class RowCopies {
  public:
+  using Source = RowsInTheMaking;
+
   __device__ RowCopies(const WgmmaArgs& args, const Tile<kTileM>& tile)
       : args_(args),
         row_(static_cast<int>(tile.row - window_of(args.part).begin)),
@@ -134,20 +193,28 @@ class RowCopies {
   int row_, size_;
 };
 
-// One thread of each kind: starts its copies of all pieces' steps, each as soon as its stage is
-// free.
+// A warp of each kind, whose first lane starts its copies of all pieces' steps, each as soon as its
+// stage is free.
 template <typename Copies, int kTileM>
 __device__ __forceinline__ void copy_pieces(const WgmmaArgs& args, const Memory<kTileM>* memory,
-                                            Addresses<kTileM> at) {
+                                            Addresses<kTileM> at, int lane) {
   Place<kStages<kTileM>> place;
   Place<kTiles> tile_place;
-  wait_for_kernel_ahead();  // it makes A
+  typename Copies::Source source(args.arranged, lane);
   for (;; tile_place.next()) {
-    barrier_wait(at.described(tile_place.stage), tile_place.parity);
     const Tile<kTileM>& tile = memory->tiles[tile_place.stage];
-    if (tile.rows == 0) return;
+    int64_t rows = 0;  // of the part, up to the last one of the piece
+    if (lane == 0) {
+      barrier_wait(at.described(tile_place.stage), tile_place.parity);
+      if (tile.rows) rows = tile.row - window_of(args.part).begin + tile.rows;
+    }
+    rows = __shfl_sync(kFullWarp, rows, 0);
+    if (rows == 0) return;
+    source.wait_for(rows);
+    if (lane != 0) continue;
     const Copies copies(args, tile);
     const int end = tile.end;
+#pragma unroll 1
     for (int step = tile.begin; step < end; ++step, place.next()) {
       barrier_wait(at.empty(place.stage), place.parity ^ 1);
       copies.start(step, at.stage(place.stage), at.full(place.stage));
@@ -358,7 +425,7 @@ __device__ __forceinline__ void multiply_tiles(const WgmmaArgs& args, const Memo
 }
 
 template <typename T, int kTileM>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __maxnreg__(kLaunchRegisters)
     grouped_wgmma_kernel(const __grid_constant__ WgmmaArgs args) {
   if (NVFP4_WGMMA) {  // else an empty kernel: see kHasHopperKernels
     uint8_t* const shared = dynamic_shared();
@@ -366,6 +433,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     auto* const memory = reinterpret_cast<Memory<kTileM>*>(
         shared + (at.ring - shared_address(shared)) + Addresses<kTileM>::kMemory);
     const int thread = static_cast<int>(threadIdx.x);
+    if (thread == kWarpSize) {
+      prefetch_map(args.codes);
+      for (int i = 0; i < kSizes<kTileM>; ++i) prefetch_map(args.a[i]);
+    }
     if (thread == 0) {
       for (int i = 0; i < kStages<kTileM>; ++i) {
         barrier_init(at.full(i), kCopiers);
@@ -383,10 +454,10 @@ __global__ void __launch_bounds__(kThreads, 1)
       const int warp = thread / kWarpSize, lane = thread % kWarpSize;
       if (warp == 0) {
         plan_pieces<kTileM>(args, memory, at, lane);
-      } else if (warp == 1 && lane == 0) {
-        copy_pieces<WeightCopies<kTileM>>(args, memory, at);
-      } else if (warp == 2 && lane == 0) {
-        copy_pieces<RowCopies<kTileM>>(args, memory, at);
+      } else if (warp == 1) {
+        copy_pieces<WeightCopies<kTileM>>(args, memory, at, lane);
+      } else if (warp == 2) {
+        copy_pieces<RowCopies<kTileM>>(args, memory, at, lane);
       }
     } else {
       take_registers<kMultiplierRegisters>();
@@ -402,7 +473,7 @@ using Kernel = void (*)(const WgmmaArgs);
 template <int kTileM>
 void run(const GroupedGemmParams& p, const GroupedPart& part, const ArrangedA& a, Stream stream) {
   WgmmaArgs args = {};
-  args.codes = tensor_map(p.b.data, 1, p.groups * p.n, p.k / 2, p.k / 2, kTileN);
+  args.codes = tensor_map(p.b.data, 1, p.groups * p.n, p.k / 2, p.k / 2, kTileN, true);
   for (int i = 0; i < kSizes<kTileM>; ++i) {
     args.a[i] = tensor_map(a.rows, 2, std::min(part.rows, p.m), a.pitch, a.pitch * 2,
                            (i + 1) * kRowUnit<kTileM>);
@@ -415,7 +486,7 @@ void run(const GroupedGemmParams& p, const GroupedPart& part, const ArrangedA& a
   args.scale_stack = ceil_div(p.n, kTileRows) * args.tiles_per_row * kTileBytes;
   args.wide = wide_stores(p);
   constexpr size_t kBytes = 1024 + Addresses<kTileM>::kMemory + sizeof(Memory<kTileM>);
-  static_assert(kBytes <= 227 * 1024);
+  static_assert(kBytes <= 226 * 1024);  // 1 KB is each block's, and two are to fit
   const Kernel kernel = a.type == DType::kFloat16 ? grouped_wgmma_kernel<__half, kTileM>
                                                   : grouped_wgmma_kernel<__nv_bfloat16, kTileM>;
   launch_persistent("grouped_gemm (wgmma)", kernel, most_items(p, kTileM, kTileN), kThreads, kBytes,
@@ -425,6 +496,9 @@ void run(const GroupedGemmParams& p, const GroupedPart& part, const ArrangedA& a
 constexpr int64_t kSmallTileRows = 16, kLargeTileRows = 64;
 
 }  // namespace
+
+// A few rows are made sooner than the first tile is planned.
+bool grouped_wgmma_overlaps(int64_t rows) { return rows > kSmallTileRows; }
 
 int64_t grouped_wgmma_cuts() { return (current_device().sm_count + 1) * kMultiplierWarps; }
 

@@ -58,9 +58,13 @@ struct TileLengths {
   }
 };
 
-constexpr int kCopiers = 2;  // threads: one of weights, one of A
-// Registers a thread: 168 x 384 are handed out as these, the former to the planner and the copiers.
-constexpr int kCopierRegisters = 72, kMultiplierRegisters = 216;
+constexpr int kCopiers = 2;  // warps: one of weights, one of A
+// Registers of a thread at the launch, which leaves 7,168 for a block of those that arrange A
+// (grouped_unpack.cu). They are handed out as the others: to the planner and the copiers, and to
+// those who multiply.
+constexpr int kLaunchRegisters = 152, kCopierRegisters = 56, kMultiplierRegisters = 200;
+static_assert(kCopierRegisters + kMultipliers * kMultiplierRegisters <=
+              (1 + kMultipliers) * kLaunchRegisters);
 
 // Named barriers; 0 is __syncthreads.
 constexpr int kPlanner = 1;

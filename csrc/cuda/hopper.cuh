@@ -84,15 +84,33 @@ __device__ __forceinline__ bool barrier_try_wait(uint32_t barrier, uint32_t pari
   return done;
 }
 
+// How L2 keeps what is read once: not for long.
+__device__ __forceinline__ uint64_t evict_first() {
+  uint64_t policy = 0;
+#if NVFP4_WGMMA
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+#endif
+  return policy;
+}
+
 // `bytes` (a multiple of 16, both ends 16-byte aligned) to shared memory; counted on `barrier`.
+template <bool kOnce = false>
 __device__ __forceinline__ void copy_bulk(uint32_t target, const void* source, uint32_t bytes,
                                           uint32_t barrier) {
 #if NVFP4_WGMMA
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(target),
-      "l"(source), "r"(bytes), "r"(barrier)
-      : "memory");
+  if constexpr (kOnce) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1], %2, [%3], %4;" ::"r"(target),
+        "l"(source), "r"(bytes), "r"(barrier), "l"(evict_first())
+        : "memory");
+  } else {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+            "r"(target),
+        "l"(source), "r"(bytes), "r"(barrier)
+        : "memory");
+  }
 #endif
 }
 
@@ -173,6 +191,14 @@ __device__ __forceinline__ unsigned load_acquire(const unsigned* p) {
   unsigned v = 0;
 #if NVFP4_WGMMA
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+#endif
+  return v;
+}
+// What came before the value was there only after fence_device().
+__device__ __forceinline__ unsigned load_relaxed(const unsigned* p) {
+  unsigned v = 0;
+#if NVFP4_WGMMA
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
 #endif
   return v;
 }

@@ -28,7 +28,7 @@ decltype(&cuTensorMapEncodeTiled) encoder() {
 }  // namespace
 
 CUtensorMap tensor_map(const void* data, int element_bytes, int64_t rows, int64_t columns,
-                       int64_t row_bytes, int box_rows) {
+                       int64_t row_bytes, int box_rows, bool once) {
   CUtensorMap map{};
   const cuuint64_t size[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
   const cuuint64_t stride[1] = {static_cast<cuuint64_t>(row_bytes)};
@@ -38,7 +38,8 @@ CUtensorMap tensor_map(const void* data, int element_bytes, int64_t rows, int64_
   const CUresult status = encoder()(
       &map, element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16, 2,
       const_cast<void*>(data), size, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_SWIZZLE_128B,
+      once ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {
     throw std::runtime_error("cuTensorMapEncodeTiled refused " + std::to_string(rows) + " x " +

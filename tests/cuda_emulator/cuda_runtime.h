@@ -18,6 +18,7 @@
 #define __forceinline__ inline
 #define __noinline__
 #define __launch_bounds__(...)
+#define __maxnreg__(...)
 #define __grid_constant__
 #define __shared__ static  // blocks without a cluster run one at a time
 #define __align__(n) __attribute__((aligned(n)))

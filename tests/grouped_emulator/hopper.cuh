@@ -6,6 +6,8 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <functional>
+#include <random>
 
 #include "../cuda_emulator/wgmma.cuh"
 
@@ -46,6 +48,7 @@ inline bool barrier_try_wait(uint32_t barrier, uint32_t parity) {
   return emulator::phase_over(barrier, parity);
 }
 
+template <bool kOnce = false>
 inline void copy_bulk(uint32_t target, const void* source, uint32_t bytes, uint32_t barrier) {
   if (target % 16 || reinterpret_cast<uintptr_t>(source) % 16 || bytes % 16) {
     fail("misaligned bulk copy");
@@ -59,9 +62,17 @@ inline void copy_bulk(uint32_t target, const void* source, uint32_t bytes, uint3
 inline void fence_async_proxy() {}
 // Of a counter that begins at 0, and may be seen late.
 inline unsigned load_acquire(const unsigned* p) {
-  static unsigned calls = 0;
+  static std::minstd_rand late;
   emulator::give_way();
-  return ++calls % 3 ? *p : 0;
+  return late() % 3 ? *p : 0;
+}
+
+// Of a counter that another kernel, which is under way, counts up.
+inline std::function<void()> other_kernel;
+inline unsigned load_relaxed(const unsigned* p) {
+  emulator::give_way();
+  if (other_kernel) other_kernel();
+  return *p;
 }
 
 inline unsigned add_release_acquire(unsigned* p, unsigned v) {

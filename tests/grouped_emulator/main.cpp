@@ -425,6 +425,39 @@ DType product_type(const GroupedGemmParams& p) {
   return p.b.scale == nullptr ? p.b.type : DType::kBFloat16;
 }
 
+// The kernel that arranges A's rows as if it ran beside the one that takes them: what it has made
+// is put aside and comes back, rows by rows, while the other asks how far it is. What is taken
+// sooner is NaN.
+class RowsInTheMaking {
+ public:
+  RowsInTheMaking(const cuda::ArrangedA& a, int64_t rows) : a_(a), bytes_(rows * a.pitch * 2) {
+    if (a.rounds == nullptr) return;
+    auto* const all = static_cast<uint8_t*>(a.rows);
+    made_.assign(all, all + bytes_);
+    std::memset(all, 0xFF, bytes_);
+    last_.assign(a.rounds, a.rounds + a.blocks);
+    std::fill_n(a.rounds, a.blocks, 0);
+    cuda::other_kernel = [this] { go_on(); };
+  }
+  ~RowsInTheMaking() { cuda::other_kernel = nullptr; }
+
+ private:
+  void go_on() {
+    const auto block = rng() % a_.blocks;
+    if (a_.rounds[block] == last_[block]) return;
+    ++a_.rounds[block];
+    const int64_t rounds = *std::min_element(a_.rounds, a_.rounds + a_.blocks);
+    const int64_t rows = rounds * a_.steps_per_round / a_.steps_per_row;
+    const int64_t bytes = std::min(rows * a_.pitch * 2, bytes_);
+    std::memcpy(a_.rows, made_.data(), bytes);
+  }
+
+  const cuda::ArrangedA& a_;
+  const int64_t bytes_;
+  std::vector<uint8_t> made_;
+  std::vector<unsigned> last_;
+};
+
 // In parts, by few blocks, so that tiles are cut.
 template <int kRows>
 bool run_wgmma(const GroupedGemmParams& p) {
@@ -439,13 +472,16 @@ bool run_wgmma(const GroupedGemmParams& p) {
   a.pitch = round_up(p.k, 128);
   a.cuts = cuda::grouped_wgmma_cuts();
   Buffer arranged(rows * a.pitch * 2), met(a.cuts * 4), sums(cuda::grouped_wgmma_sums_bytes(kRows));
+  Buffer rounds(emulator::machine.sm_count * 4);
   a.rows = arranged.data();
   a.met = met.as<unsigned>();
   a.sums = sums.data();
+  a.rounds = rng() % 3 ? rounds.as<unsigned>() : nullptr;
   cuda::grouped_zero(p, nullptr);
   for (; part.row_begin < p.m; part.row_begin += rows) {
     part.rows = std::min(rows, p.m - part.row_begin);
     cuda::grouped_unpack_rows(p, part, a, nullptr);
+    const RowsInTheMaking meanwhile(a, part.rows);
     cuda::grouped_wgmma(p, part, a, kRows, nullptr);
   }
   require_barriers_at_rest();

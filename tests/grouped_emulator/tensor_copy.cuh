@@ -15,7 +15,7 @@ namespace nvfp4::cuda {
 constexpr int kBoxBytes = 128;
 
 inline CUtensorMap tensor_map(const void* data, int element_bytes, int64_t rows, int64_t columns,
-                              int64_t row_bytes, int box_rows) {
+                              int64_t row_bytes, int box_rows, bool = false) {
   if (reinterpret_cast<uintptr_t>(data) % 16 || row_bytes % 16 || box_rows > 256 || rows < 1 ||
       columns < 1) {
     fail("a tensor map that the driver would refuse");
@@ -46,6 +46,9 @@ inline void copy_box_to(uint32_t blocks, uint32_t target, const CUtensorMap& map
   }
 }
 
+inline void prefetch_map(const CUtensorMap&) {}
+
+template <bool kOnce = false>
 inline void copy_box(uint32_t target, const CUtensorMap& map, int column, int row,
                      uint32_t barrier) {
   copy_box_to(1u << emulator::cluster_rank(), target, map, column, row, barrier);
