@@ -57,7 +57,8 @@ struct Memory {
   GroupedTile tile[kStages];
   Work work[kStages];
   float2 bias[2][kMultipliers][kTileN / 2];
-  bool starved;  // the copies wait for rows
+  unsigned
+      starved;  // the copies wait for rows: said and asked by atomics, in no order with the rest
 };
 
 struct DenseArgs {
@@ -117,10 +118,18 @@ __device__ __forceinline__ bool rows_done(const DenseArgs& args, const GroupedTi
 __device__ __forceinline__ void wait_for_rows(const DenseArgs& args, Memory* memory,
                                               const GroupedTile& tile, int rank, int64_t n,
                                               int64_t a_origin) {
-  volatile bool& starved = memory->starved;
-  while (!rows_done(args, tile, rank, n, a_origin)) starved = true;
-  starved = false;
+  if (!rows_done(args, tile, rank, n, a_origin)) {
+    atomicExch(&memory->starved, 1u);
+    while (!rows_done(args, tile, rank, n, a_origin)) {
+    }
+  }
+  atomicExch(&memory->starved, 0u);
   fence_async_proxy();
+}
+// For a warp.
+__device__ __forceinline__ bool starved(Memory* memory, int lane) {
+  const unsigned said = lane == 0 ? atomicAdd(&memory->starved, 0u) : 0;
+  return __shfl_sync(kFullWarp, said, 0);
 }
 
 template <int kN>
@@ -333,11 +342,10 @@ template <typename T>
 __device__ __forceinline__ void help_until(const DenseArgs& args, Memory* memory,
                                            const RowWindow& window, uint32_t full, uint32_t parity,
                                            int lane) {
-  const volatile bool& starved = memory->starved;
   PieceList list(args.gemm, args.unpack, window, lane);
   for (;;) {
     if (__all_sync(kFullWarp, barrier_try_wait(full, parity))) return;
-    if (!__any_sync(kFullWarp, starved)) continue;
+    if (!starved(memory, lane)) continue;
     if (!unpack_next<T>(list, args.gemm, args.unpack, window, lane)) return;
   }
 }
@@ -352,8 +360,7 @@ __device__ __forceinline__ void multiply_tiles(const DenseArgs& args, Memory* me
   bool apart = group == 0 || args.steps <= kApart;
   for (int turn = 0;;) {
     const uint32_t arrived = full + place.stage * 8;
-    const volatile bool& starved = memory->starved;
-    if (args.unpack.next && __any_sync(kFullWarp, starved)) {
+    if (args.unpack.next && starved(memory, thread % kWarpSize)) {
       help_until<T>(args, memory, window, arrived, place.parity, thread % kWarpSize);
     }
     barrier_wait(arrived, place.parity);

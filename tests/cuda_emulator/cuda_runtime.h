@@ -109,6 +109,11 @@ template <typename T>
 T __ldcg(const T* p) {
   return *p;
 }
+inline unsigned atomicExch(unsigned* p, unsigned v) {
+  const unsigned before = *p;
+  *p = v;
+  return before;
+}
 inline unsigned atomicAdd(unsigned* p, unsigned v) {
   const unsigned before = *p;
   *p += v;
