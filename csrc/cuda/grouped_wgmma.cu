@@ -6,13 +6,11 @@
 //   64 x kN x 16 per 16 of k, where kN <= kTileM is what the tile's rows need. The copies run ahead
 //   across tiles. A warp of its own plans: it looks for tiles, and the others read what it found.
 // - A's rows are arranged by another kernel (grouped_unpack.cu), which lets this one start at once:
-// a
-//   block of it fits beside one of these, in the registers that these leave. So the pass costs the
-//   time of the first rows. Where they are few it is over before the first tile is planned, and
+//   a block of that fits beside one of these, in the registers that these leave. So the pass costs
+//   the time of the first rows. Where they are few it is over before the first tile is planned, and
 //   this kernel waits for it.
 // - At the start all comes from far, instructions too: 600 MB of weights have passed through L2
-// since
-//   the kernel before. The planner's code is short therefore, and weights leave L2 first.
+//   since the kernel before. The planner's code is short therefore, and weights leave L2 first.
 // - Where groups differ, blocks share tiles, so that all are done at the same time
 //   (grouped_shares.cuh).
 // - Nothing may be spilled: with this much shared memory hardly any L1 is left, and a spilled word
